@@ -1,0 +1,218 @@
+"""From a recipe folder to a RunConfig: files, inheritance, overrides, references, schema, rules.
+
+Order: `rl_train.yaml` on top of its `defaults:` (`nodes.py`), the command line on top of both
+(`overrides.py`), `${...}` resolved (`references.py`), types and ranges (`schema.py`), rules between
+keys (`rules.py`). Every problem found is raised in one ConfigError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from nexrl.config.fields import wants_text
+from nexrl.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, merge, read_yaml
+from nexrl.config.overrides import Override, apply_overrides, parse_overrides
+from nexrl.config.problems import raise_problems, schema_problems
+from nexrl.config.redact import redact, secret_values
+from nexrl.config.references import resolve_references
+from nexrl.config.rules import rule_problems
+from nexrl.config.schema import RunConfig
+from nexrl.config.stages import split_stages
+from nexrl.errors import ConfigError
+
+RECIPE_FILE = "rl_train.yaml"
+MAIN_STAGE = "main"
+"""Name of the only stage of a recipe without `stages`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """One stage of a run: the recipe with the stage's overrides, checked as a whole."""
+
+    name: str
+    """Unique in the run."""
+    config: RunConfig
+    """Complete configuration of the stage."""
+    provenance: Mapping[str, Origin]
+    """Where each value came from, by key path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A recipe as it will run."""
+
+    config: RunConfig
+    """The recipe without its stages' overrides; settings that hold for the whole run."""
+    recipe_dir: Path
+    """Folder that paths in the recipe are relative to."""
+    provenance: Mapping[str, Origin]
+    """Where each value came from, by key path: a file and line, the command line, or default."""
+    raw: Mapping[str, Any]
+    """What was written, inheritance and references resolved, without defaults."""
+    stages: tuple[StageConfig, ...]
+    """At least one, in the order in which they run."""
+    secrets: frozenset[str] = field(repr=False)
+    """Secret values, to be blanked out of logs."""
+
+
+def load_run_config(recipe: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read, resolve and check a recipe: a folder with rl_train.yaml, or the file itself.
+
+    Raises ConfigError with every problem found.
+    """
+    path = _recipe_file(Path(recipe))
+    recipe_dir = path.parent.resolve()
+    settings = parse_overrides(overrides)
+    tree = apply_overrides(_read_with_defaults(path.resolve(), recipe_dir, ()), settings)
+
+    whole = _Checked.of(tree)
+    problems = list(whole.problems)
+    stages = []
+    for name, stage_tree in _stage_trees(tree, whole.tree, settings, problems):
+        stage = _Checked.of(stage_tree)
+        found = list(stage.problems) or rule_problems(stage.require_config(), stage.tree.origins())
+        prefix = "" if name == MAIN_STAGE else f"stage {name}: "
+        problems += [prefix + text for text in found if text not in problems]
+        if stage.config:
+            stages.append(
+                StageConfig(name=name, config=stage.config, provenance=stage.provenance())
+            )
+    raise_problems(problems, recipe=path.name)
+    raw = whole.tree.plain()
+    return LoadedConfig(
+        config=whole.require_config(),
+        recipe_dir=recipe_dir,
+        provenance=whole.provenance(),
+        raw=raw,
+        stages=tuple(stages),
+        secrets=whole.secrets | frozenset(secret_values(raw)),
+    )
+
+
+def stage_configs(loaded: LoadedConfig) -> list[StageConfig]:
+    """The stages of a run in order; one named `main` when the recipe has none."""
+    return list(loaded.stages)
+
+
+def dump_resolved(loaded: LoadedConfig) -> str:
+    """The whole configuration as YAML, defaults included and secrets redacted."""
+    config = json.loads(loaded.config.model_dump_json(by_alias=True))
+    text: str = yaml.safe_dump(
+        redact(config, secrets=loaded.secrets), sort_keys=False, allow_unicode=True
+    )
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A tree with its references resolved, as the schema sees it."""
+
+    tree: Node
+    config: RunConfig | None
+    problems: tuple[str, ...]
+    secrets: frozenset[str]
+
+    @classmethod
+    def of(cls, tree: Node) -> _Checked:
+        defaults = json.loads(RunConfig().model_dump_json(by_alias=True))
+        resolved = resolve_references(tree, defaults=defaults, is_text=wants_text)
+        problems = list(resolved.problems.values())
+        config = None
+        try:
+            text = json.dumps(resolved.tree.plain())
+            config = RunConfig.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            origins = resolved.tree.origins()
+            problems += schema_problems(error, origins, without=resolved.problems.keys())
+        return cls(
+            tree=resolved.tree,
+            config=None if problems else config,
+            problems=tuple(problems),
+            secrets=resolved.secrets,
+        )
+
+    def require_config(self) -> RunConfig:
+        """The configuration of a tree without problems."""
+        if self.config is None:
+            raise ConfigError("; ".join(self.problems))
+        return self.config
+
+    def provenance(self) -> dict[str, Origin]:
+        """Origin of every leaf of the configuration, defaults included."""
+        origins = self.tree.origins()
+        leaves = _leaves(self.require_config().model_dump(by_alias=True), ())
+        return {dotted(path): origins.get(dotted(path), DEFAULT) for path in leaves}
+
+
+def _recipe_file(recipe: Path) -> Path:
+    if recipe.is_file():
+        return recipe
+    file = recipe / RECIPE_FILE
+    if file.is_file():
+        return file
+    if recipe.is_dir():
+        raise ConfigError(f"recipe folder {recipe} has no {RECIPE_FILE}")
+    raise ConfigError(f"there is no recipe {recipe}: a recipe is a folder with {RECIPE_FILE}")
+
+
+def _read_with_defaults(path: Path, recipe_dir: Path, open_files: tuple[Path, ...]) -> Node:
+    """One file on top of those that its `defaults:` name, in order; later wins."""
+    if path in open_files:
+        chain = " -> ".join(_display(p, recipe_dir) for p in (*open_files, path))
+        raise ConfigError(f"defaults form a cycle: {chain}")
+    tree = read_yaml(path, _display(path, recipe_dir))
+    own = dict(tree.value)
+    bases = own.pop("defaults", None)
+    merged = Node({}, tree.origin)
+    for entry in _default_entries(bases):
+        base = (path.parent / entry.value).resolve()
+        base = base / RECIPE_FILE if base.is_dir() else base
+        if not base.is_file():
+            raise ConfigError(f"defaults: there is no file {entry.value!r} ({entry.origin})")
+        merged = merge(merged, _read_with_defaults(base, recipe_dir, (*open_files, path)))
+    return merge(merged, replace(tree, value=own))
+
+
+def _default_entries(node: Node | None) -> list[Node]:
+    if node is None or node.value is None:
+        return []
+    entries = node.value if isinstance(node.value, list) else [node]
+    for entry in entries:
+        if not isinstance(entry.value, str):
+            raise ConfigError(
+                f"defaults must be a path or a list of paths, relative to this file, "
+                f"got {entry.plain()!r} ({entry.origin})"
+            )
+    return entries
+
+
+def _display(path: Path, recipe_dir: Path) -> str:
+    return os.path.relpath(path, recipe_dir)
+
+
+def _stage_trees(
+    tree: Node, resolved: Node, settings: Sequence[Override], problems: list[str]
+) -> list[tuple[str, Node]]:
+    """Name and unresolved tree of every stage; references are resolved within the stage."""
+    split = split_stages(tree, resolved, settings)
+    problems += split.problems
+    return [(MAIN_STAGE, tree)] if split.absent else list(split.stages)
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list | tuple) and value:
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path

@@ -1,0 +1,106 @@
+"""How much memory a run will want, from the model's config.json alone.
+
+An estimate for `nexrl plan`: what scales with the model and the settings, an upper bound for the
+cache and the logits, no allocator overhead and no activations inside layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nexrl.config.schema import RunConfig
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """What of a causal language model decides how much memory it takes."""
+
+    num_parameters: int
+    """All weights; an estimate when the folder has no weights yet."""
+    vocab_size: int
+    """V"""
+    num_layers: int
+    """Decoder layers."""
+    kv_width: int
+    """Key-value heads x head width."""
+    max_positions: int
+    """Longest row, in tokens; 0 when the model does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryItem:
+    """One part of the estimate."""
+
+    what: str
+    """Its name."""
+    num_bytes: int
+    """Its size."""
+    device: str
+    """Where it lies: `cpu` or the device of the service."""
+
+
+def model_size(config: Mapping[str, Any], num_parameters: int | None = None) -> ModelSize | None:
+    """Sizes from a config.json; None when it lacks the usual names of a decoder."""
+    try:
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        heads, vocab = int(config["num_attention_heads"]), int(config["vocab_size"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    width = int(config.get("head_dim") or hidden // heads)
+    kv_width = int(config.get("num_key_value_heads") or heads) * width
+    inner = int(config.get("intermediate_size") or 4 * hidden)
+    attention = 2 * hidden * heads * width + 2 * hidden * kv_width
+    per_layer = attention + 3 * hidden * inner + 2 * hidden
+    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return ModelSize(
+        num_parameters=num_parameters or layers * per_layer + embeddings + hidden,
+        vocab_size=vocab,
+        num_layers=layers,
+        kv_width=kv_width,
+        max_positions=int(config.get("max_position_embeddings") or 0),
+    )
+
+
+def estimate_memory(config: RunConfig, model: ModelSize, *, row_tokens: int) -> list[MemoryItem]:
+    """The parts that lie on this machine; services behind a `url` lie elsewhere.
+
+    `row_tokens` is the longest row expected, prompt and completion.
+    """
+    items: list[MemoryItem] = []
+    train, inference = config.service.train_service, config.service.inference_service
+    if train.url is None:
+        weights = _FLOAT32 * model.num_parameters
+        trained = config.data.batch_size * config.data.rollout_repeat_n * row_tokens
+        tokens = max(min(train.micro_batch_tokens, trained), row_tokens)
+        parts = [("weights", weights), ("gradients", weights), ("AdamW moments", 2 * weights)]
+        if config.trainer.type == "grpo" and config.trainer.algorithm.kl.coefficient > 0:
+            parts.append(("reference policy", weights))
+        parts.append(("logits of a micro-batch", 2 * _FLOAT32 * tokens * model.vocab_size))
+        items += [
+            MemoryItem(what=f"train: {w}", num_bytes=n, device=train.device) for w, n in parts
+        ]
+    if inference.engine == "builtin" and inference.url is None:
+        size = _BYTES[inference.dtype]
+        context = inference.max_context or model.max_positions or row_tokens
+        cache = 2 * model.num_layers * model.kv_width * size * inference.max_batch * context
+        parts = [("weights", size * model.num_parameters)]
+        parts.append((f"KV cache, {inference.max_batch} x {context} tokens", cache))
+        items += [
+            MemoryItem(what=f"inference: {w}", num_bytes=n, device=inference.device)
+            for w, n in parts
+        ]
+    return items
+
+
+def human_bytes(num_bytes: float) -> str:
+    """`1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

@@ -1,0 +1,380 @@
+"""What a recipe will do, in units, before any weight is loaded.
+
+`build_plan` takes a loaded configuration and a `PlanProbe` that looks at the world (rows, tokenizer,
+user code, machine); the command line hands in the real one (`nexrl/cli/plan.py`). Everything
+that is wrong becomes a finding, so that one run of `nexrl plan` shows all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from nexrl.config.loader import MAIN_STAGE, LoadedConfig, StageConfig
+from nexrl.config.memory_estimate import (
+    MemoryItem,
+    ModelSize,
+    estimate_memory,
+    human_bytes,
+)
+from nexrl.config.rules import GROUP_RELATIVE_ADVANTAGES
+from nexrl.config.schema import RunConfig
+from nexrl.config.values import RL_TRAINERS
+
+ROWS_READ = 20
+"""Rows of each source that a plan reads."""
+_SHOWN_PROMPT = 200
+"""Characters of the rendered prompt that a plan shows."""
+_MEMORY_SHARE = 0.9
+"""Share of the machine's memory above which a plan warns."""
+
+Severity = Literal["problem", "warning", "ok"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that a plan has to say beyond numbers."""
+
+    severity: Severity
+    """A problem makes `nexrl plan` fail; a warning does not; ok says what was checked."""
+    text: str
+    """One sentence with key and value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSample:
+    """What was read of one data source."""
+
+    name: str
+    """Name in metrics."""
+    num_read: int
+    """Rows read and checked."""
+    num_items: int | None
+    """All its items, before filters; None when they were not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedPrompts:
+    """Prompts of the sampled rows, as the model will see them."""
+
+    first_text: str
+    """The first one, special tokens included."""
+    lengths: Sequence[int]
+    """Tokens of each."""
+    num_leading_bos: int
+    """BOS tokens at the start of the first; more than one is a mistake (FR-014)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What the probe saw for one stage."""
+
+    sources: Sequence[SourceSample]
+    """Training data."""
+    validation_sources: Sequence[SourceSample]
+    """Held-out data."""
+    prompts: RenderedPrompts | None
+    """None when there is no tokenizer yet, or no prompt to render."""
+    scorer: str
+    """Who gives rewards, in words (FR-163)."""
+    findings: Sequence[Finding]
+    """Checks of rows, user code and reward."""
+
+
+class PlanProbe(Protocol):
+    """Looks at the world for a plan; reports what is wrong as findings and does not raise."""
+
+    def inspect_stage(self, stage: StageConfig) -> Inspection:
+        """Rows, prompts and user code of one stage."""
+        ...
+
+    def inspect_machine(self) -> list[Finding]:
+        """Folders, packages, devices, endpoints."""
+        ...
+
+    def model(self) -> ModelSize | None:
+        """Size of the model; None when its folder is not made yet."""
+        ...
+
+    def memory_bytes(self) -> int:
+        """Memory of this machine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage in units."""
+
+    name: str
+    """Name of the stage."""
+    lines: Sequence[tuple[str, str]]
+    """Label and value, in the order in which they are shown."""
+    first_prompt: str
+    """The first rendered prompt; empty when there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A whole run in units."""
+
+    title: str
+    """Project and experiment."""
+    stages: Sequence[StagePlan]
+    """In order."""
+    memory: Sequence[MemoryItem]
+    """Empty when the model is not known yet."""
+    machine_bytes: int
+    """Memory of this machine."""
+    findings: Sequence[Finding]
+    """Each once; problems first."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What must be mended before a launch."""
+        return [f.text for f in self.findings if f.severity == "problem"]
+
+
+def build_plan(loaded: LoadedConfig, probe: PlanProbe) -> Plan:
+    """The effective plan of every stage and all findings."""
+    findings = list(probe.inspect_machine())
+    stages = []
+    model, memory = probe.model(), dict[str, MemoryItem]()
+    for stage in loaded.stages:
+        seen = probe.inspect_stage(stage)
+        prefix = "" if stage.name == MAIN_STAGE else f"stage {stage.name}: "
+        stage_findings = [*seen.findings, *_lint(stage.config, seen, model)]
+        findings += [Finding(severity=f.severity, text=prefix + f.text) for f in stage_findings]
+        stages.append(
+            StagePlan(
+                name=stage.name,
+                lines=list(_lines(stage.config, seen)),
+                first_prompt=seen.prompts.first_text if seen.prompts else "",
+            )
+        )
+        for item in _memory(stage.config, model, seen):
+            if item.what not in memory or memory[item.what].num_bytes < item.num_bytes:
+                memory[item.what] = item
+    machine_bytes = probe.memory_bytes()
+    findings += _memory_findings(memory.values(), machine_bytes)
+    order = ("problem", "warning", "ok")
+    unique = dict.fromkeys(findings)
+    return Plan(
+        title=f"{loaded.config.project_name} / {loaded.config.experiment_name}",
+        stages=stages,
+        memory=list(memory.values()),
+        machine_bytes=machine_bytes,
+        findings=sorted(unique, key=lambda f: order.index(f.severity)),
+    )
+
+
+def _longest_prompt(config: RunConfig, seen: Inspection) -> int | None:
+    """The limit if there is one, else the longest sampled prompt."""
+    if config.data.max_prompt_tokens is not None:
+        return config.data.max_prompt_tokens
+    return max(seen.prompts.lengths) if seen.prompts else None
+
+
+def _num_items(samples: Sequence[SourceSample]) -> int | None:
+    counts = [sample.num_items for sample in samples]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) else None
+
+
+def _lines(config: RunConfig, seen: Inspection) -> Iterable[tuple[str, str]]:
+    data, trainer, worker = config.data, config.trainer, config.rollout_worker
+    rollouts = data.batch_size * data.rollout_repeat_n
+    yield "trainer", _trainer_words(config)
+    yield "worker", worker.type
+    yield "scorer", seen.scorer
+    yield "data", _sources_words(seen.sources)
+    yield "items per version", str(data.batch_size)
+    yield (
+        "trajectories per version",
+        f"{rollouts} = {data.batch_size} items x {data.rollout_repeat_n} rollouts",
+    )
+    steps = trainer.num_optimizer_steps
+    yield "optimizer steps per version", f"{steps}, each {data.batch_size // steps} items"
+    yield "tokens per version", _tokens_words(config, seen, rollouts)
+    yield "versions", _versions_words(config, _num_items(seen.sources))
+    yield "staleness", _staleness_words(config)
+    yield "validation", _validation_words(config, seen)
+
+
+def _trainer_words(config: RunConfig) -> str:
+    trainer = config.trainer
+    if trainer.type == "custom":
+        return f"{trainer.custom_trainer_class_name} of {trainer.custom_trainer_module_path}"
+    if trainer.type not in RL_TRAINERS:
+        return trainer.type
+    algorithm = trainer.algorithm
+    kl = f", KL {algorithm.kl.coefficient:g}" if algorithm.kl.coefficient else ""
+    return (
+        f"{trainer.type}: advantage {algorithm.advantage}, loss {algorithm.loss.name}, "
+        f"{algorithm.loss.aggregation}{kl}"
+    )
+
+
+def _sources_words(samples: Sequence[SourceSample]) -> str:
+    words = [
+        f"{s.name} ({'?' if s.num_items is None else s.num_items} items, {s.num_read} read)"
+        for s in samples
+    ]
+    return ", ".join(words) or "none could be read"
+
+
+def _tokens_words(config: RunConfig, seen: Inspection, rollouts: int) -> str:
+    prompt = _longest_prompt(config, seen)
+    drawn = config.rollout_worker.sampling.max_tokens
+    if config.rollout_worker.type == "custom":
+        return f"as the worker draws; {drawn} at most per completion"
+    if prompt is None:
+        supervised = config.rollout_worker.type == "supervised"
+        return f"{rollouts} x (prompt + {'answer' if supervised else f'at most {drawn}'})"
+    bound = "data.max_prompt_tokens" if config.data.max_prompt_tokens else "longest sampled prompt"
+    if config.rollout_worker.type == "supervised":
+        return f"{rollouts} x (prompt of up to {prompt} + answer); {prompt} is the {bound}"
+    return (
+        f"at most {rollouts * (prompt + drawn):,} = {rollouts} x ({prompt} prompt + {drawn} "
+        f"completion); {prompt} is the {bound}"
+    )
+
+
+def _versions_words(config: RunConfig, num_items: int | None) -> str:
+    steps, batch = config.trainer.num_steps, config.data.batch_size
+    if num_items is None:
+        limit = f", or {config.data.epochs} epochs if fewer" if config.data.epochs else ""
+        return f"{steps}{limit}"
+    if config.data.epochs is not None:
+        # The last batch of a stage may be closed short.
+        steps = min(steps, -(-num_items * config.data.epochs // batch))
+    return f"{steps}, {steps * batch / num_items:.2f} epochs of {num_items} items"
+
+
+def _staleness_words(config: RunConfig) -> str:
+    threshold = config.weight.staleness_threshold
+    if threshold == 0:
+        return f"0 versions ({config.weight.mode}: strictly on-policy between versions)"
+    return f"at most {threshold} versions ({config.weight.mode})"
+
+
+def _validation_words(config: RunConfig, seen: Inspection) -> str:
+    validate = config.validate_
+    if not validate.enabled:
+        return "none"
+    times = ["at start"] * validate.at_start + ["at end"] * validate.at_end
+    if validate.every_versions:
+        times.insert(len(times) - validate.at_end, f"every {validate.every_versions} versions")
+    items = _num_items(seen.validation_sources)
+    if validate.max_items is not None:
+        items = min(items, validate.max_items) if items is not None else validate.max_items
+    drawn = validate.sampling
+    how = "greedy" if drawn.temperature == 0 else f"temperature {drawn.temperature:g}"
+    return f"{'?' if items is None else items} items x {validate.num_rollouts}, {how}, {', '.join(times)}"
+
+
+def _lint(config: RunConfig, seen: Inspection, model: ModelSize | None) -> Iterable[Finding]:
+    """Settings that work and are probably not meant."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    if seen.prompts and seen.prompts.num_leading_bos > 1:
+        yield _problem(
+            f"the first rendered prompt starts with {seen.prompts.num_leading_bos} BOS tokens; "
+            "the chat template writes one and the tokenizer adds another"
+        )
+    is_dr_grpo = trainer.type in RL_TRAINERS and algorithm.advantage == "dr_grpo"
+    if is_dr_grpo and algorithm.loss.aggregation != "constant":
+        yield _warning(
+            "trainer.algorithm.advantage dr_grpo is meant for loss.aggregation constant, got "
+            f"{algorithm.loss.aggregation}: other denominators bring the length bias back"
+        )
+    if config.rollout_worker.type == "supervised" and config.data.rollout_repeat_n > 1:
+        yield _warning(
+            f"data.rollout_repeat_n is {config.data.rollout_repeat_n}, and supervised rows of one "
+            "item are all equal: each is trained that many times"
+        )
+    if trainer.type == "custom" and config.rollout_worker.sampling.top_p < 1:
+        yield _warning(
+            "rollout_worker.sampling.top_p is below 1: logprobs are those of the kept tokens only"
+        )
+    if trainer.optimizer.warmup_steps > trainer.num_steps * trainer.num_optimizer_steps > 0:
+        yield _warning(
+            f"trainer.optimizer.warmup_steps {trainer.optimizer.warmup_steps} is longer than the "
+            f"stage's {trainer.num_steps * trainer.num_optimizer_steps} optimizer steps"
+        )
+    kept = config.rollout_worker.failure_policy.min_group_size
+    if kept == 1 and algorithm.advantage in GROUP_RELATIVE_ADVANTAGES:
+        yield _warning(
+            "rollout_worker.failure_policy.min_group_size is 1: a group that shrinks to one "
+            "member has advantage 0"
+        )
+    yield from _lint_lengths(config, seen, model)
+
+
+def _lint_lengths(
+    config: RunConfig, seen: Inspection, model: ModelSize | None
+) -> Iterable[Finding]:
+    prompt = _longest_prompt(config, seen)
+    limits = [config.service.inference_service.max_context, model.max_positions if model else None]
+    limit = min((value for value in limits if value), default=None)
+    if prompt is None or limit is None or config.rollout_worker.type == "custom":
+        return
+    if prompt >= limit:
+        yield _problem(
+            f"a prompt of {prompt} tokens leaves no room in a context of {limit}; set "
+            "data.max_prompt_tokens to leave such items out"
+        )
+    elif prompt + config.rollout_worker.sampling.max_tokens > limit:
+        yield _warning(
+            f"a prompt of {prompt} tokens and rollout_worker.sampling.max_tokens "
+            f"{config.rollout_worker.sampling.max_tokens} exceed the context of {limit}: such "
+            "completions are truncated by the context"
+        )
+
+
+def _memory(config: RunConfig, model: ModelSize | None, seen: Inspection) -> list[MemoryItem]:
+    if model is None:
+        return []
+    row_tokens = (_longest_prompt(config, seen) or 0) + config.rollout_worker.sampling.max_tokens
+    return estimate_memory(config, model, row_tokens=row_tokens)
+
+
+def _memory_findings(items: Iterable[MemoryItem], machine_bytes: int) -> list[Finding]:
+    on_cpu = sum(item.num_bytes for item in items if item.device in ("cpu", "auto"))
+    if on_cpu <= _MEMORY_SHARE * machine_bytes:
+        return []
+    return [
+        _warning(
+            f"the run wants about {human_bytes(on_cpu)} and this machine has "
+            f"{human_bytes(machine_bytes)}: lower service.inference_service.max_batch or "
+            "max_context, or service.train_service.micro_batch_tokens"
+        )
+    ]
+
+
+def _problem(text: str) -> Finding:
+    return Finding(severity="problem", text=text)
+
+
+def _warning(text: str) -> Finding:
+    return Finding(severity="warning", text=text)
+
+
+def render_plan(plan: Plan) -> str:
+    """The plan as plain text."""
+    lines = [f"plan of {plan.title}"]
+    for stage in plan.stages:
+        lines += ["", f"stage {stage.name}"]
+        lines += [f"  {label:<28}{value}" for label, value in stage.lines]
+        if stage.first_prompt:
+            shown = stage.first_prompt[:_SHOWN_PROMPT]
+            more = "..." if len(stage.first_prompt) > _SHOWN_PROMPT else ""
+            lines.append(f"  {'first prompt':<28}{shown!r}{more}")
+    if plan.memory:
+        total = sum(item.num_bytes for item in plan.memory)
+        machine = human_bytes(plan.machine_bytes)
+        lines += ["", f"memory, at most about {human_bytes(total)} (this machine: {machine})"]
+        lines += [f"  {item.what:<44}{human_bytes(item.num_bytes):>10}" for item in plan.memory]
+    if plan.findings:
+        lines += ["", "checks"]
+        lines += [f"  {f.severity:<9}{f.text}" for f in plan.findings]
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""Settings of what happens to a batch: the trainer, its weights on their way, validation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from nexrl.config.schema_rollout import SamplingConfig, SourceConfig
+from nexrl.config.section import Section
+
+
+class LossConfig(Section):
+    """The policy loss."""
+
+    name: Literal["ppo", "reinforce", "importance_sampling"] = Field(
+        "ppo", description="Per-token loss term."
+    )
+    clip_low: float = Field(0.2, ge=0, description="Lower clip distance: ratio >= 1 - clip_low.")
+    clip_high: float = Field(0.28, ge=0, description="Upper clip distance: ratio <= 1 + clip_high.")
+    aggregation: Literal[
+        "token_mean",
+        "sequence_mean_token_mean",
+        "sequence_mean_token_sum",
+        "constant",
+        "trajectory_mean",
+    ] = Field("token_mean", description="Denominator of the loss over the whole optimizer step.")
+
+
+class KLConfig(Section):
+    """Distance to a frozen reference policy."""
+
+    coefficient: float = Field(
+        0.0, ge=0, description="Weight of the KL term in the loss; 0 turns the reference off."
+    )
+    estimator: Literal["k2", "k3"] = Field(
+        "k3", description="Estimator used in the loss; k1 there has zero expected gradient."
+    )
+
+
+class AlgorithmConfig(Section):
+    """How rewards become a gradient."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = Field(
+        "grpo", description="Advantage estimator."
+    )
+    std: Literal["sample", "population", "none"] = Field(
+        "sample", description="Which standard deviation grpo divides by; `none` leaves it out."
+    )
+    loss: LossConfig = Field(LossConfig(), description="The policy loss.")
+    kl: KLConfig = Field(KLConfig(), description="Distance to a frozen reference policy.")
+    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    recompute_proximal: bool = Field(
+        False,
+        description="Recompute logprobs before the first optimizer step and use them in the ratio instead of the engine's.",
+    )
+    trust_region: Literal["auto", "none"] = Field(
+        "auto", description="`none` allows an unbounded loss off-policy."
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-5, ge=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), description="Decay of the first and second moment."
+    )
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, on matrices only.")
+    grad_clip_norm: float = Field(1.0, ge=0, description="Global gradient-norm bound; 0 is off.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after warm-up."
+    )
+    min_lr_ratio: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Final learning rate of linear and cosine, relative to the peak.",
+    )
+
+
+class CheckpointConfig(Section):
+    """When the whole state is written."""
+
+    every_steps: int = Field(
+        0,
+        ge=0,
+        description="Batches between checkpoints; 0 writes one at the end of each stage only.",
+    )
+    keep_last: int = Field(2, ge=1, description="Complete checkpoints kept.")
+
+
+class TrainerConfig(Section):
+    """How a batch is trained."""
+
+    type: Literal["sft", "grpo", "custom"] = Field(
+        "grpo", description="Built-in trainer, or `custom`."
+    )
+    custom_trainer_module_path: str | None = Field(
+        None,
+        description="File or module of the custom trainer; relative to the recipe folder, then to the working directory.",
+    )
+    custom_trainer_class_name: str | None = Field(None, description="Class in that module.")
+    arguments: dict[str, Any] = Field(
+        {}, description="Settings of the trainer's own, at `self.arguments`."
+    )
+    num_steps: int = Field(
+        100, ge=0, description="Batches to train in this stage; each ends in one published version."
+    )
+    num_optimizer_steps: int = Field(
+        1, ge=1, description="Optimizer steps that a batch is split into, by groups."
+    )
+    stop_at_accuracy: float | None = Field(
+        None, ge=0, le=1, description="End the stage when validation/accuracy reaches this value."
+    )
+    algorithm: AlgorithmConfig = Field(
+        AlgorithmConfig(), description="How rewards become a gradient."
+    )
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and its schedule.")
+    checkpoint: CheckpointConfig = Field(
+        CheckpointConfig(), description="When the whole state is written."
+    )
+    max_chunk_bytes: int = Field(
+        8_000_000,
+        ge=1024,
+        description="Largest chunk of rows sent to the train service in one call, in bytes.",
+    )
+    on_nonfinite_gradient: Literal["skip", "stop"] = Field(
+        "stop",
+        description="What an optimizer step whose gradient is not finite does to the run; `skip` counts it.",
+    )
+
+
+class WeightConfig(Section):
+    """Policy versions on their way from trainer to engines."""
+
+    mode: Literal["sync", "batch-async", "sample-async"] = Field(
+        "sync", description="When engines change weights; only `sync` exists in this version."
+    )
+    staleness_threshold: int = Field(
+        0,
+        ge=0,
+        description="Versions that a trained token may be older than the version consuming it.",
+    )
+    verify: Literal["full", "checksum", "off"] = Field(
+        "full",
+        description="`full`: manifest checksum and canary logprobs; `checksum`: the former only.",
+    )
+    num_canary_rows: int = Field(
+        4,
+        ge=1,
+        description="Rows of the last batch whose logprobs are compared between engine and trainer.",
+    )
+    canary_tolerance: float = Field(
+        0.05,
+        gt=0,
+        description="Largest mean absolute logprob difference between engine and trainer, in nats, at which a sync is believed.",
+    )
+    max_undecided: int = Field(
+        20,
+        ge=1,
+        description="Syncs in a row whose canary cannot tell old from new weights before an alarm is raised.",
+    )
+    publish_deadline_s: float = Field(300.0, gt=0, description="Seconds for writing a publication.")
+    load_deadline_s: float = Field(300.0, gt=0, description="Seconds for an engine to load it.")
+    verify_deadline_s: float = Field(120.0, gt=0, description="Seconds for checksum and canary.")
+    drain_deadline_s: float = Field(
+        600.0, gt=0, description="Seconds that an activation waits for running rollouts."
+    )
+    keep_publications: int = Field(2, ge=1, description="Published weight folders kept on disk.")
+
+
+class ValidationSamplingConfig(SamplingConfig):
+    """How tokens are drawn in validation: greedy unless a temperature is written."""
+
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy.")
+
+
+class ValidateConfig(Section):
+    """Held-out evaluation on the same workers."""
+
+    enabled: bool = Field(False, description="Whether to validate.")
+    sources: tuple[SourceConfig, ...] = Field((), description="Held-out data sources.")
+    at_start: bool = Field(True, description="Validate before training.")
+    at_end: bool = Field(True, description="Validate after the last batch.")
+    every_versions: int = Field(
+        0, ge=0, description="Versions between validations; 0 is never in between."
+    )
+    max_items: int | None = Field(
+        None, ge=1, description="Items used, from the front; null is all."
+    )
+    num_rollouts: int = Field(1, ge=1, description="Rollouts of each item.")
+    sampling: ValidationSamplingConfig = Field(
+        ValidationSamplingConfig(), description="How tokens are drawn; greedy by default."
+    )
+    success_reward: float = Field(
+        1.0, description="A trajectory counts as accurate when its reward is at least this."
+    )
+    success_part: str | None = Field(
+        None, description="Judge accuracy by this named reward part instead of the reward."
+    )
+    deadline_s: float = Field(1800.0, gt=0, description="Seconds for one validation.")

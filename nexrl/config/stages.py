@@ -1,0 +1,82 @@
+"""`stages`: named overrides of some sections, run one after another.
+
+A stage is the recipe with the stage's settings on top, and the command line on top of that: an
+override without a stage in its key holds for every stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nexrl.config.nodes import Node, merge
+from nexrl.config.overrides import Override, apply_overrides
+
+STAGE_SECTIONS = ("data", "rollout_worker", "trajectory_pool", "trainer", "weight", "validate")
+"""Sections that may differ between stages; services, launch and seed hold for the whole run."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStages:
+    """The stages of a recipe as trees of their own."""
+
+    stages: tuple[tuple[str, Node], ...]
+    """Name and unresolved tree, in order."""
+    problems: tuple[str, ...]
+    """What is wrong with the list itself."""
+    absent: bool
+    """True when the recipe has no stages."""
+
+
+def split_stages(tree: Node, resolved: Node, overrides: Sequence[Override]) -> SplitStages:
+    """A tree for each stage; names are read from the resolved tree."""
+    node = tree.value.get("stages")
+    entries = node.value if node is not None and isinstance(node.value, list) else []
+    if not entries:
+        return SplitStages((), (), absent=True)
+    base = {key: child for key, child in tree.value.items() if key != "stages"}
+    common = [o for o in overrides if o.path[0] != "stages"]
+    stages: list[tuple[str, Node]] = []
+    problems: list[str] = []
+    for index, entry in enumerate(entries):
+        if not isinstance(entry.value, dict):
+            continue  # the schema names it
+        name = _name(resolved, index)
+        problems += _problems(f"stages.{index}", entry, name, [other for other, _ in stages])
+        own = {key: child for key, child in entry.value.items() if key in STAGE_SECTIONS}
+        merged = merge(replace(tree, value=base), Node(own, entry.origin))
+        stages.append((name or str(index), apply_overrides(merged, common)))
+    return SplitStages(tuple(stages), tuple(problems), absent=False)
+
+
+def _name(resolved: Node, index: int) -> str:
+    entry = resolved.value["stages"].value[index]
+    name = entry.value.get("name")
+    return name.value if name is not None and isinstance(name.value, str) else ""
+
+
+def _problems(key: str, entry: Node, name: str, others: Sequence[str]) -> list[str]:
+    problems = []
+    if not _NAME.fullmatch(name):
+        got = f", got {name!r}" if name else ""
+        problems.append(
+            f"{key} needs a `name` of letters, digits, `.`, `_` and `-`, unique in the run{got} "
+            f"({entry.origin})"
+        )
+    elif name in others:
+        problems.append(
+            f"{key}.name {name!r} is used twice; names of stages are unique ({entry.origin})"
+        )
+    for child_key, child in entry.value.items():
+        if child_key != "name" and child_key not in STAGE_SECTIONS:
+            near = difflib.get_close_matches(child_key, STAGE_SECTIONS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it may set {', '.join(STAGE_SECTIONS)}"
+            problems.append(
+                f"{key}.{child_key} cannot be set in a stage; {hint} "
+                f"({child.key_origin or child.origin})"
+            )
+    return problems

@@ -1,0 +1,180 @@
+"""The plan: units, lints and estimates, over a probe that says what it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nexrl.config.loader import StageConfig, load_run_config
+from nexrl.config.memory_estimate import ModelSize, estimate_memory, human_bytes, model_size
+from nexrl.config.plan import (
+    Finding,
+    Inspection,
+    Plan,
+    RenderedPrompts,
+    SourceSample,
+    build_plan,
+    render_plan,
+)
+
+MakeRecipe = Callable[..., Path]
+
+MODEL = ModelSize(num_parameters=1000, vocab_size=16, num_layers=2, kv_width=8, max_positions=64)
+
+
+@dataclass
+class SeenWorld:
+    """A PlanProbe that saw just this."""
+
+    num_items: int | None = 100
+    prompt_lengths: tuple[int, ...] = (5, 7)
+    num_leading_bos: int = 1
+    size: ModelSize | None = MODEL
+    machine: list[Finding] = field(default_factory=list)
+    found: tuple[Finding, ...] = ()
+    ram: int = 8 << 30
+
+    def inspect_stage(self, stage: StageConfig) -> Inspection:
+        sample = SourceSample(name="train", num_read=20, num_items=self.num_items)
+        prompts = RenderedPrompts(
+            first_text="1+1=",
+            lengths=self.prompt_lengths,
+            num_leading_bos=self.num_leading_bos,
+        )
+        return Inspection(
+            sources=[sample],
+            validation_sources=[sample],
+            prompts=prompts,
+            scorer="reward.py:exact",
+            findings=self.found,
+        )
+
+    def inspect_machine(self) -> list[Finding]:
+        return self.machine
+
+    def model(self) -> ModelSize | None:
+        return self.size
+
+    def memory_bytes(self) -> int:
+        return self.ram
+
+
+def plan_of(recipe: Path, *overrides: str, world: SeenWorld | None = None) -> Plan:
+    """The plan of a recipe in a world."""
+    return build_plan(load_run_config(recipe, overrides), world or SeenWorld())
+
+
+def test_a_version_is_counted_in_items_trajectories_steps_and_tokens(
+    make_recipe: MakeRecipe,
+) -> None:
+    lines = dict(plan_of(make_recipe(), "trainer.num_optimizer_steps=2").stages[0].lines)
+    assert lines["items per version"] == "4"
+    assert lines["trajectories per version"] == "8 = 4 items x 2 rollouts"
+    assert lines["optimizer steps per version"] == "2, each 2 items"
+    assert lines["tokens per version"].startswith("at most 120 = 8 x (7 prompt + 8 completion)")
+    assert lines["staleness"].startswith("0 versions")
+
+
+def test_the_prompt_limit_bounds_tokens_when_it_is_set(make_recipe: MakeRecipe) -> None:
+    lines = dict(plan_of(make_recipe(), "data.max_prompt_tokens=10").stages[0].lines)
+    assert lines["tokens per version"].startswith("at most 144 = 8 x (10 prompt + 8 completion)")
+
+
+def test_versions_are_told_in_epochs_and_limited_by_them(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe()
+    long = plan_of(recipe, "trainer.num_steps=50").stages[0]
+    assert dict(long.lines)["versions"] == "50, 2.00 epochs of 100 items"
+    short = plan_of(recipe, "trainer.num_steps=50", "data.epochs=1").stages[0]
+    assert dict(short.lines)["versions"] == "25, 1.00 epochs of 100 items"
+    unknown = plan_of(recipe, "data.epochs=1", world=SeenWorld(num_items=None)).stages[0]
+    assert dict(unknown.lines)["versions"] == "3, or 1 epochs if fewer"
+
+
+def test_the_scorer_in_use_is_named(make_recipe: MakeRecipe) -> None:
+    """FR-163: a start-up banner lists the scorer in use."""
+    assert "scorer                      reward.py:exact" in render_plan(plan_of(make_recipe()))
+
+
+def test_two_leading_bos_are_a_problem(make_recipe: MakeRecipe) -> None:
+    """FR-014: the start-up lint counts leading BOS in the first rendered prompt."""
+    plan = plan_of(make_recipe(), world=SeenWorld(num_leading_bos=2))
+    assert ["starts with 2 BOS tokens" in text for text in plan.problems] == [True]
+    assert plan_of(make_recipe()).problems == []
+
+
+def test_a_prompt_without_room_is_a_problem_and_a_tight_one_a_warning(
+    make_recipe: MakeRecipe,
+) -> None:
+    full = plan_of(make_recipe(), world=SeenWorld(prompt_lengths=(64,)))
+    assert "a prompt of 64 tokens leaves no room in a context of 64" in full.problems[0]
+    tight = plan_of(make_recipe(), world=SeenWorld(prompt_lengths=(60,)))
+    assert tight.problems == []
+    assert "exceed the context of 64" in render_plan(tight)
+
+
+def test_settings_that_are_probably_not_meant_are_warned_of(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe()
+    cases = {
+        "trainer.algorithm.advantage=dr_grpo": "dr_grpo is meant for loss.aggregation constant",
+        "trainer.optimizer.warmup_steps=10": "is longer than the stage's 3 optimizer steps",
+        "rollout_worker.failure_policy.min_group_size=1": "shrinks to one member",
+    }
+    for override, sentence in cases.items():
+        plan = plan_of(recipe, override)
+        assert sentence in render_plan(plan)
+        assert plan.problems == []
+
+
+def test_findings_of_a_stage_carry_its_name_and_problems_come_first(
+    make_recipe: MakeRecipe,
+) -> None:
+    world = SeenWorld(
+        machine=[Finding(severity="ok", text="fine")],
+        found=(Finding(severity="problem", text="no row"),),
+    )
+    plan = plan_of(make_recipe("stages: [{name: a}, {name: b}]"), world=world)
+    assert [f.text for f in plan.findings] == ["stage a: no row", "stage b: no row", "fine"]
+
+
+def test_memory_is_estimated_per_part_and_compared_with_the_machine(
+    make_recipe: MakeRecipe,
+) -> None:
+    config = load_run_config(make_recipe(), ["trainer.algorithm.kl.coefficient=0.1"]).config
+    sizes = {i.what: i.num_bytes for i in estimate_memory(config, MODEL, row_tokens=15)}
+    assert sizes["train: weights"] == sizes["train: gradients"] == 4000
+    assert sizes["train: AdamW moments"] == 8000
+    assert sizes["train: reference policy"] == 4000
+    assert sizes["train: logits of a micro-batch"] == 2 * 4 * (8 * 15) * 16
+    assert sizes["inference: KV cache, 256 x 64 tokens"] == 2 * 2 * 8 * 4 * 256 * 64
+    small = plan_of(make_recipe(), world=SeenWorld(ram=1 << 20))
+    assert "this machine has 1.0 MiB" in render_plan(small)
+
+
+def test_services_elsewhere_take_no_memory_here(make_recipe: MakeRecipe) -> None:
+    overrides = ["service.train_service.url=http://h:1", "service.inference_service.url=http://h:2"]
+    config = load_run_config(make_recipe(), overrides).config
+    assert estimate_memory(config, MODEL, row_tokens=15) == []
+
+
+def test_parameters_are_counted_from_a_model_configuration() -> None:
+    llama_135m = {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    }
+    size = model_size(llama_135m)
+    assert size is not None
+    assert size.num_parameters == 134_515_008
+    assert model_size({"model_type": "other"}) is None
+
+
+def test_bytes_are_written_for_people() -> None:
+    assert [human_bytes(n) for n in (5, 2048, 3 << 20, 5 << 29)] == [
+        *("5 B", "2.0 KiB", "3.0 MiB", "2.5 GiB")
+    ]

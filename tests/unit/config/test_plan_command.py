@@ -1,0 +1,249 @@
+"""`nexrl plan` on real recipe folders: what it prints, what it refuses, and its exit code."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nexrl.cli.plan import run_plan
+from nexrl.testing.tiny_models import make_micro_model
+
+MakeRecipe = Callable[..., Path]
+Plan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(
+    make_recipe: MakeRecipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Plan:
+    """`plan(extra_yaml, *overrides, files=...)`: exit code, standard output and standard error of
+    `nexrl plan` on the valid recipe, which has a model folder here."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(
+        extra: str = "",
+        *overrides: str,
+        files: dict[str, str] | None = None,
+        provenance: bool = False,
+    ) -> tuple[int, str, str]:
+        recipe = make_recipe(extra, files=files)
+        make_micro_model(recipe / "model")
+        code = run_plan(recipe, overrides, provenance=provenance)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_good_recipe_prints_its_plan_and_a_rendered_prompt(plan: Plan) -> None:
+    code, out, err = plan()
+    assert (code, err) == (0, "")
+    assert "train (6 items, 6 read)" in out
+    assert "'0+1='" in out
+    assert "train: AdamW moments" in out
+    assert "versions                    3, 2.00 epochs of 6 items" in out
+
+
+def test_a_configuration_error_is_printed_with_exit_code_2(plan: Plan) -> None:
+    code, out, err = plan("", "trainer.max_step=10")
+    assert (code, out) == (2, "")
+    assert err == (
+        "configuration error: trainer.max_step is not a key; did you mean trainer.num_steps? "
+        "(command line)\n"
+    )
+
+
+def test_rows_without_the_prompt_column_are_refused_with_a_way_to_map_it(plan: Plan) -> None:
+    """FR-073: missing fields, the expected schema and the mapping, before any heavy work."""
+    files = {"train.jsonl": '{"question": "2+2?", "answer": "4"}\n'}
+    code, _, err = plan(files=files)
+    assert code == 2
+    assert "neither a prompt (data.prompt_key: prompt)" in err
+    assert "data.prompt_key: question" in err
+    assert plan("", "data.prompt_key=question", files=files)[0] == 0
+
+
+def test_a_reward_that_needs_a_column_the_rows_lack_is_refused(plan: Plan) -> None:
+    """FR-073"""
+    code, _, err = plan(files={"reward.py": "def exact(text, gold): return 1.0\n"})
+    assert code == 2
+    assert "rollout_worker.reward: exact needs `gold`" in err
+
+
+def test_the_reward_is_tried_on_a_rows_own_answer_where_a_run_calls_it(plan: Plan) -> None:
+    """FR-059: signals fail outside the main thread; the start-up probe shows it."""
+    reward = (
+        "import signal\n"
+        "def exact(text, answer):\n"
+        "    signal.signal(signal.SIGALRM, signal.SIG_DFL)\n"
+        "    return float(text == answer)\n"
+    )
+    code, out, _ = plan(files={"reward.py": reward})
+    assert code == 0
+    assert "on the first row's own answer '1'" in out
+    assert "signal only works in main thread" in out
+    _, out, _ = plan("", "rollout_worker.reward_isolation=process", files={"reward.py": reward})
+    assert "own answer" not in out
+
+
+def test_a_zero_for_the_own_answer_is_a_warning(plan: Plan) -> None:
+    """FR-059: one known-good pair is scored."""
+    code, out, _ = plan(files={"reward.py": "def exact(text, answer): return 0.0\n"})
+    assert code == 0
+    assert "gives 0 to the first row's own answer '1'" in out
+
+
+@pytest.mark.parametrize(
+    ("worker", "sentence"),
+    [
+        ("class Worker(:\n", "syntax error"),
+        ("import no_such_package\n", "ModuleNotFoundError"),
+        ("class Worker: ...\n", "not a subclass of nexrl.rollout.RolloutWorker"),
+        ("class Wrker: ...\n", "did you mean Wrker?"),
+    ],
+)
+def test_a_wrong_worker_is_refused_with_its_file(plan: Plan, worker: str, sentence: str) -> None:
+    code, _, err = plan(
+        "",
+        "rollout_worker.type=custom",
+        "rollout_worker.custom_rollout_worker_module_path=worker.py",
+        "rollout_worker.custom_rollout_worker_class_name=Worker",
+        files={"worker.py": worker},
+    )
+    assert code == 2
+    assert sentence in err
+    assert "worker.py" in err
+
+
+def test_a_custom_worker_may_give_its_reward_columns_of_its_own(plan: Plan) -> None:
+    worker = """
+    from nexrl.rollout.rollout_worker import RolloutWorker
+
+    class Worker(RolloutWorker):
+        def step(self, data_item): ...
+    """
+    code, _, err = plan(
+        "",
+        "rollout_worker.type=custom",
+        "rollout_worker.custom_rollout_worker_module_path=worker.py",
+        "rollout_worker.custom_rollout_worker_class_name=Worker",
+        files={"worker.py": worker, "reward.py": "def exact(text, finish_reason): return 1.0"},
+    )
+    assert (code, err) == (0, "")
+
+
+def test_every_problem_is_shown_in_one_run(plan: Plan) -> None:
+    code, _, err = plan(
+        "",
+        "service.train_service.model_path=gone",
+        "data.sources.0.path=gone.jsonl",
+        "rollout_worker.reward=gone.py:f",
+        "resume=gone",
+    )
+    assert code == 2
+    for part in ("no config.json in", "gone.jsonl", "gone.py", "no run folder 'gone'"):
+        assert part in err
+
+
+def test_an_endpoint_where_nobody_listens_is_named_with_its_key(plan: Plan) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+        code, _, err = plan("", f"service.inference_service.url={url}")
+    assert code == 2
+    assert "service.inference_service.url: nobody answers at http://127.0.0.1:" in err
+
+
+def test_a_device_that_is_not_there_is_refused(plan: Plan) -> None:
+    """FR-157: asking for more devices than there are fails at once."""
+    code, _, err = plan("", "service.train_service.device=cuda:99")
+    assert code == 2
+    assert "service.train_service.device is cuda:99, and this machine has" in err
+
+
+def test_messages_without_a_chat_template_are_refused(plan: Plan) -> None:
+    row = '{"messages": [{"role": "user", "content": "1+1"}], "answer": "2"}\n'
+    code, _, err = plan(files={"train.jsonl": row})
+    assert code == 2
+    assert "has no chat template but the data has messages" in err
+
+
+MADE_MODEL = (
+    "service.train_service.model_path=null",
+    "service.train_service.model_factory=model.py:make",
+)
+
+
+def test_a_factory_that_offers_its_tokenizer_is_planned_without_making_the_model(
+    plan: Plan,
+) -> None:
+    factory = """
+    from nexrl.testing.tiny_models import make_micro_model
+
+    def make(folder, seed):
+        raise AssertionError("the plan must not make the model")
+
+    make.tokenizer = make_micro_model
+    """
+    code, out, _ = plan("", *MADE_MODEL, files={"model.py": factory})
+    assert code == 0
+    assert "first prompt" in out
+
+
+def test_a_factory_of_another_signature_is_refused(plan: Plan) -> None:
+    code, _, err = plan("", *MADE_MODEL, files={"model.py": "def make(folder): ...\n"})
+    assert code == 2
+    assert "model.py:make(folder) must accept (folder, seed)" in err
+
+
+def test_provenance_lists_every_value_with_its_origin_and_no_secret(plan: Plan) -> None:
+    code, out, _ = plan(
+        "stages: [{name: a, trainer: {num_steps: 9}}, {name: b}]",
+        "seed=4",
+        "rollout_worker.arguments={token: hunter2}",
+        provenance=True,
+    )
+    assert code == 0
+    assert "  seed = 4  (command line)" in out
+    assert "  data.batch_size = 4  (valid.yaml:6)" in out
+    assert '  weight.mode = "sync"  (default)' in out
+    assert "in stage a\n  trainer.num_steps = 9  (rl_train.yaml:2)" in out
+    assert "in stage b" not in out
+    assert "hunter2" not in out
+
+
+def test_planning_loads_no_torch(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    make_micro_model(recipe / "model")
+    program = (
+        "import sys; from pathlib import Path; from nexrl.cli.plan import run_plan\n"
+        f"code = run_plan(Path({str(recipe)!r}), [], provenance=False)\n"
+        "sys.exit(code or ('torch' in sys.modules) or ('transformers' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_broken_row_behind_the_sampled_ones_is_found_while_counting(plan: Plan) -> None:
+    rows = '{"prompt": "1+1=", "answer": "2"}\n' * 25 + "{broken\n"
+    code, _, err = plan(files={"train.jsonl": rows})
+    assert code == 2
+    assert "train.jsonl:26" in err
+
+
+def test_damaged_weights_are_named(
+    make_recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe()
+    weights = next(make_micro_model(recipe / "model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:20])
+    overrides = [f"launch.run_root={tmp_path}"]
+    assert run_plan(recipe, overrides, provenance=False) == 2
+    assert f"model folder {recipe / 'model'} cannot be read" in capsys.readouterr().err

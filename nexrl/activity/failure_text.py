@@ -1,0 +1,82 @@
+"""A failed run in words: the first cause, last on the screen (FR-164).
+
+Python prints the wrapper first and its own frames last; a person needs the opposite. The cause is
+the innermost exception, with the component that failed, the line to look at and its log's end.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Collection
+from pathlib import Path
+
+from nexrl.config.redact import redact_text
+from nexrl.errors import (
+    FailureClass,
+    NexRLError,
+    RunStoppedError,
+    classify,
+    innermost_cause,
+    user_frame,
+)
+
+NUM_LOG_LINES = 50
+
+
+def format_failure(
+    error: BaseException,
+    *,
+    component: str | None = None,
+    log_path: Path | None = None,
+    secrets: Collection[str] = (),
+) -> str:
+    """Log's end, where to look, and on the last lines the cause."""
+    cause = _cause(error)
+    lines: list[str] = []
+    if log_path is not None:
+        lines += _log_end(log_path)
+    lines += list(getattr(cause, "__notes__", ()))
+    inner = innermost_cause(cause)
+    if classify(cause) is FailureClass.USER_CODE and not isinstance(inner, NexRLError):
+        lines += traceback.format_exception(type(inner), inner, inner.__traceback__, chain=False)
+    lines.append(f"component: {component or _component(cause)}")
+    lines.append(f"at:        {user_frame(cause)}")
+    if log_path is not None:
+        lines.append(f"log:       {log_path}")
+    lines.append(f"kind:      {classify(cause).value}")
+    lines.append(f"{type(cause).__name__}: {cause}")
+    return redact_text("\n".join(line.rstrip() for line in lines), secrets=secrets)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The innermost cause, except that our own words are kept where they wrap a foreign error.
+
+    `DeadlineError("inference did not answer within 120 s") from TimeoutError()` says more than
+    `TimeoutError`.
+    """
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    if isinstance(error, RunStoppedError):
+        return error
+    inner = innermost_cause(error)
+    if isinstance(inner, NexRLError) or not isinstance(error, NexRLError):
+        return inner
+    deepest: BaseException = error
+    while isinstance(deepest.__cause__, NexRLError):
+        deepest = deepest.__cause__
+    return deepest
+
+
+def _component(cause: BaseException) -> str:
+    """The part of NexRL that the innermost frame of ours belongs to, for example rollout/runner."""
+    frames = traceback.extract_tb(cause.__traceback__)
+    ours = [f.filename.replace("\\", "/") for f in frames]
+    inside = [name.rpartition("/nexrl/")[2] for name in ours if "/nexrl/" in name]
+    return inside[-1].removesuffix(".py") if inside else "user code"
+
+
+def _log_end(path: Path) -> list[str]:
+    if not path.exists():
+        return [f"(no log at {path})"]
+    tail = path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
+    return [f"the last {len(tail)} lines of {path}:", *(f"  | {line}" for line in tail)]

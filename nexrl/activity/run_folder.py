@@ -1,0 +1,207 @@
+"""RunFolder: where everything of a run lies, and the lock that gives it to one process.
+
+<root>/<experiment>/<YYYYmmdd-HHMMSS[-n]>/
+    config.yaml        the resolved configuration, secrets redacted
+    code_version.json  commit, packages, Python, platform
+    metrics.jsonl, tensorboard/, wandb/, store.sqlite, checkpoints/, publications/, dumps/, logs/
+    summary.json, report.html, curve.png
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Collection, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from nexrl.activity.atomic_file import write_json
+from nexrl.activity.code_version import code_version
+from nexrl.config.redact import redact
+from nexrl.errors import ConfigError
+
+_NAME = re.compile(r"^(\d{8}-\d{6})(?:-(\d+))?$")
+
+
+def find_latest(root: str | Path, experiment: str) -> Path | None:
+    """The newest run folder of an experiment, or None."""
+    parent = Path(root) / experiment
+    if not parent.is_dir():
+        return None
+    runs = [
+        ((match[1], int(match[2] or 1)), path)
+        for path in parent.iterdir()
+        if path.is_dir() and (match := _NAME.match(path.name))
+    ]
+    return max(runs)[1] if runs else None
+
+
+class RunFolder:
+    """A run folder that this process holds.
+
+    Invariant: between `create` or `open` and `close` no other process holds the same folder; the
+    system frees the lock when the process dies, however it dies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handlers: list[logging.Handler] = []
+        self._lock = _take_lock(path)
+        for folder in (self.logs, self.checkpoints, self.publications):
+            folder.mkdir(exist_ok=True)
+
+    @classmethod
+    def create(cls, root: str | Path, experiment: str, *, now: datetime | None = None) -> RunFolder:
+        """A new folder named by the time of day; `-2`, `-3` ... when that second is taken."""
+        stamp = (now or datetime.now().astimezone()).strftime("%Y%m%d-%H%M%S")
+        parent = Path(root).resolve() / experiment
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = parent / (stamp if number == 1 else f"{stamp}-{number}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing folder, to resume it; ConfigError when it is absent or in use."""
+        folder = Path(path).resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"resume: {folder} is not a run folder (accepted: a folder, latest)")
+        return cls(folder)
+
+    @property
+    def name(self) -> str:
+        """`<experiment>/<time>`, the run's id."""
+        return f"{self.path.parent.name}/{self.path.name}"
+
+    @property
+    def config(self) -> Path:
+        """Resolved configuration, secrets redacted."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """Every metric, one record a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """Files of wandb, also of its offline mode."""
+        return self.path / "wandb"
+
+    @property
+    def store(self) -> Path:
+        """Trajectory store."""
+        return self.path / "store.sqlite"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Complete states, one folder each."""
+        return self.path / "checkpoints"
+
+    @property
+    def publications(self) -> Path:
+        """Published weights, one folder a version."""
+        return self.path / "publications"
+
+    @property
+    def dumps(self) -> Path:
+        """Recorded messages (`debug.dump`)."""
+        return self.path / "dumps"
+
+    @property
+    def logs(self) -> Path:
+        """One log file for each component."""
+        return self.path / "logs"
+
+    @property
+    def summary(self) -> Path:
+        """How the run ended, for programs."""
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """How the run went, for people."""
+        return self.path / "report.html"
+
+    @property
+    def curve(self) -> Path:
+        """The learning curve as an image."""
+        return self.path / "curve.png"
+
+    def write_origin(
+        self, config: Mapping[str, Any], *, secrets: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Write config.yaml (redacted) and code_version.json; returns the latter.
+
+        A resume keeps the first ones and writes `config.1.yaml`, `code_version.1.json` ... beside.
+        """
+        number = 0
+        while self._numbered(self.config, number).exists():
+            number += 1
+        text = yaml.safe_dump(redact(config, secrets=secrets), sort_keys=False, allow_unicode=True)
+        self._numbered(self.config, number).write_text(text, encoding="utf-8")
+        version = code_version()
+        write_json(self._numbered(self.path / "code_version.json", number), version)
+        return version
+
+    @staticmethod
+    def _numbered(path: Path, number: int) -> Path:
+        return path.with_suffix(f".{number}{path.suffix}") if number else path
+
+    def open_log(self, component: str = "controller", *, level: int = logging.INFO) -> Path:
+        """Send the `nexrl` logger to logs/<component>.log until `close`; the terminal stays free."""
+        path = self.logs / f"{component}.log"
+        handler = logging.FileHandler(path, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        logger = logging.getLogger("nexrl")
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False
+        self._handlers.append(handler)
+        return path
+
+    def close(self) -> None:
+        """Release logs and lock; idempotent."""
+        logger = logging.getLogger("nexrl")
+        for handler in self._handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        if self._handlers:
+            logger.propagate = True
+        self._handlers.clear()
+        self._lock.close()
+
+
+def _take_lock(path: Path) -> IO[str]:
+    """An open file that holds the folder's lock; ConfigError naming the process that has it."""
+    file = (path / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ConfigError(
+            f"run folder {path} is in use by {holder}; only one can write it"
+        ) from error
+    file.seek(0)
+    file.truncate()
+    file.write(f"process {os.getpid()}\n")
+    file.flush()
+    return file

@@ -1,0 +1,69 @@
+"""Metrics in Weights & Biases; `WANDB_MODE=offline` keeps them in the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from nexrl.config.redact import redact
+from nexrl.errors import ConfigError
+
+
+class WandbLogger:
+    """A MetricLogger.
+
+    Invariant: wandb's own counter is never set. Every family has its x axis as a metric of its own
+    (`axis/<family>`), because wandb drops points whose step goes back (FR-166). The run's id lies in
+    the run folder, so that a resumed run continues the same page.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        project: str,
+        name: str,
+        config: Mapping[str, Any],
+        secrets: Collection[str] = (),
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "logger: wandb needs the package wandb, which is not installed "
+                "(pip install 'nexrl[loggers]', or logger=[tensorboard])"
+            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        id_file = folder / "wandb_run_id.txt"
+        run_id = id_file.read_text().strip() if id_file.exists() else token_hex(4)
+        id_file.write_text(run_id + "\n")
+        self._run: Any = wandb.init(
+            project=project,
+            name=name,
+            id=run_id,
+            resume="allow",
+            dir=str(folder),
+            config=redact(config, secrets=secrets),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._axes: set[str] = set()
+        self._names: set[str] = set()
+
+    def log(self, axis: str, step: int, metrics: Mapping[str, float]) -> None:
+        """All metrics of one position in one call."""
+        axis_name = f"axis/{axis}"
+        if axis not in self._axes:
+            self._axes.add(axis)
+            self._run.define_metric(axis_name)
+        for name in metrics.keys() - self._names:
+            self._names.add(name)
+            self._run.define_metric(name, step_metric=axis_name)
+        self._run.log({axis_name: step, **metrics})
+
+    def close(self) -> None:
+        """Finish the run; idempotent."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None

@@ -1,0 +1,154 @@
+"""report.html and curve.png: self-contained, complete, and made from whatever a run left."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from nexrl.activity.atomic_file import write_json
+from nexrl.activity.charts import Series, line_chart, stacked_bars, ticks
+from nexrl.activity.metric_series import series_of, stage_borders
+from nexrl.activity.metric_sink import MetricSink, read_metrics
+from nexrl.activity.report import write_report
+
+VOID = {"meta", "br", "line", "circle", "polyline", "i"}
+
+
+class BalanceChecker(HTMLParser):
+    """Fails on a tag that closes another than the last opened one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.stack.pop() == tag
+
+
+def make_run(folder: Path, **summary: object) -> Path:
+    run = folder / "arithmetic" / "20260504-120000"
+    run.mkdir(parents=True)
+    sink = MetricSink(run / "metrics.jsonl", clock=lambda: 0.0)
+    sink.log("validation", 0, {"validation/accuracy": 0.0}, stage="warmup")
+    for step in range(1, 41):
+        stage = "warmup" if step <= 20 else "grpo"
+        sink.log("step", step, {"loss/total": 1 / step, "reward/mean": step / 40}, stage=stage)
+    sink.log("validation", 40, {"validation/accuracy": 0.97}, stage="grpo")
+    sink.close()
+    if summary:
+        write_json(run / "summary.json", summary)
+    return run
+
+
+def test_the_page_loads_nothing_and_its_tags_are_balanced(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path, status="completed", exit_reason="done")).read_text()
+    assert not re.search(r"(?:src|href)=|url\(|@import|https?://", page)
+    checker = BalanceChecker()
+    checker.feed(page)
+    assert checker.stack == []
+
+
+def test_the_page_shows_curves_stages_shares_ledger_failures_and_configuration(
+    tmp_path: Path,
+) -> None:
+    stage = {
+        "name": "grpo",
+        "accuracy_first": 0.5,
+        "accuracy_last": 0.97,
+        "time_share": {"train": 0.6},
+    }
+    run = make_run(
+        tmp_path,
+        status="completed",
+        exit_reason="done",
+        stages=[stage],
+        ledger={"admitted": 8, "trained": 6, "filtered": {"constant_reward": 2}},
+        failures=[
+            {"error_type": "ValueError", "message": "4x", "first_rollout_id": "r1", "count": 3}
+        ],
+        slowest=[{"kind": "train", "name": "batch 7", "seconds": 2.5}],
+    )
+    (run / "config.yaml").write_text("seed: 41\n")
+    page = write_report(run).read_text()
+    for text in ("Held-out accuracy", "Loss: warmup", "50.0% → 97.0%", "filtered: constant_reward",
+                 "ValueError: 4x", "train batch 7", "seed: 41", "60%"):  # fmt: skip
+        assert text in page, text
+    assert "Not logged in this run: gradient norm" in page
+
+
+def test_a_failed_run_shows_its_reason_and_escapes_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path, status="failed", exit_reason="ValueError: <script>alert(1)</script>")
+    page = write_report(run).read_text()
+    assert "Why it failed" in page
+    assert "<script>alert(1)" not in page
+    assert "&lt;script&gt;alert(1)" in page
+
+
+def test_a_run_that_crashed_before_anything_was_logged_still_has_a_page(tmp_path: Path) -> None:
+    page = write_report(tmp_path).read_text()
+    assert "the run did not end by itself" in page
+    assert "No metrics yet." in page
+
+
+def test_a_run_without_a_reason_has_a_page(tmp_path: Path) -> None:
+    assert (
+        "interrupted"
+        in write_report(make_run(tmp_path, status="interrupted", exit_reason="")).read_text()
+    )
+
+
+def test_the_curve_is_an_image(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = make_run(tmp_path, status="completed", time_share={"train": 0.7, "sync": 0.3})
+    write_report(run)
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_page_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    run = make_run(tmp_path, status="completed")
+    assert "matplotlib is not installed" in write_report(run).read_text()
+    assert not (run / "curve.png").exists()
+
+
+def test_a_validation_stands_at_the_training_step_it_was_made_at(tmp_path: Path) -> None:
+    records = read_metrics(make_run(tmp_path) / "metrics.jsonl")
+    assert series_of(records, "validation/accuracy") == ((0.0, 0.0), (40.0, 0.97))
+    assert stage_borders(records) == [(0.0, "warmup"), (20.0, "grpo")]
+
+
+def test_a_chart_leaves_out_what_is_not_finite_and_is_empty_without_values() -> None:
+    gap = Series(label="a", points=((0, 1.0), (1, float("nan")), (2, 3.0)))
+    assert line_chart("t", [gap]).count("<circle") == 2
+    assert line_chart("t", [Series(label="a", points=((0, float("nan")),))]) == ""
+
+
+def test_a_long_series_is_thinned_and_keeps_its_last_point() -> None:
+    points = tuple((float(x), float(x)) for x in range(10_001))
+    figure = line_chart("t", [Series(label="a", points=points)])
+    assert len(re.findall(r'<polyline[^>]* points="([^"]*)"', figure)[0].split()) <= 401
+    assert "10000.0, 10000.0" in figure
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (-3, 12, [0, 5, 10]), (0.5, 0.5, [0.5])],
+)
+def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_bars_have_a_part_for_each_share() -> None:
+    bars = stacked_bars([("run", {"train": 0.75, "other": 0.25})])
+    assert re.findall(r"width:([\d.]+)%", bars) == ["75.00", "25.00"]

@@ -1,0 +1,119 @@
+"""What the pool counts between two calls of `TrajectoryPool.metrics`.
+
+Fed at each rollout's end, hand-out and training; emptied by `flush`. Averages are over rollouts
+unless the name says otherwise: a rollout with three rows counts once (FR-079), and rollouts that
+were filtered count in `reward/all_mean` (FR-128).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from nexrl.pool.ledger import WITH_REASON
+from nexrl.types import Batch, LedgerSnapshot, RolloutRecord
+
+
+class Mean:
+    """A running mean; `take` returns it and starts over."""
+
+    __slots__ = ("count", "total")
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        """One value."""
+        self.total += value
+        self.count += 1
+
+
+class PoolMetrics:
+    """Accumulators; each is emptied by `flush` except shares by source, which are of the stage."""
+
+    def __init__(self) -> None:
+        self._means: defaultdict[str, Mean] = defaultdict(Mean)
+        self._staleness: list[int] = []
+        self._admitted_by_source: Counter[str] = Counter()
+        self._trained_by_source: Counter[str] = Counter()
+
+    def mean(self, name: str, value: float) -> None:
+        """One value of a metric logged as the mean since the last flush."""
+        self._means[name].add(value)
+
+    def admitted(self, source: str, num_rollouts: int) -> None:
+        """Rollouts of a data source were admitted."""
+        self._admitted_by_source[source] += num_rollouts
+
+    def rollout_ended(self, record: RolloutRecord) -> float | None:
+        """A rollout passed the door; returns its reward, averaged over its scored trajectories."""
+        reward = rollout_reward(record)
+        if reward is not None:
+            self.mean("reward/all_mean", reward)
+        return reward
+
+    def handed_out(self, staleness: Sequence[int], num_groups: int) -> None:
+        """A batch left: staleness of each of its trajectories, in versions."""
+        self._staleness.extend(staleness)
+        self.mean("pool/effective_batch", num_groups)
+
+    def trained(self, batch: Batch) -> None:
+        """A batch was trained."""
+        for group in batch.groups:
+            self._trained_by_source[group.source] += len(group.records)
+            for record in group.records:
+                reward = rollout_reward(record)
+                if reward is not None:
+                    self.mean("reward/trained_mean", reward)
+                self._selection(record, "trained")
+
+    def dropped(self, record: RolloutRecord) -> None:
+        """A rollout that ended well is not trained."""
+        self._selection(record, "dropped")
+
+    def flush(self, ledger: LedgerSnapshot) -> dict[str, float]:
+        """All metrics by name; averages start over."""
+        metrics = {name: m.total / m.count for name, m in self._means.items() if m.count}
+        self._means.clear()
+        if self._staleness:
+            values = np.asarray(self._staleness)
+            metrics["staleness/mean"] = float(values.mean())
+            metrics["staleness/max"] = float(values.max())
+            metrics["staleness/p95"] = float(np.percentile(values, 95))
+            self._staleness.clear()
+        for source, admitted in self._admitted_by_source.items():
+            share = self._trained_by_source[source] / admitted
+            metrics[f"pool/trained_share/{source or 'data'}"] = share
+        return {**metrics, **ledger_metrics(ledger)}
+
+    def _selection(self, record: RolloutRecord, kind: str) -> None:
+        """Length and duration of what is trained and what is not: shows selection bias."""
+        length = sum(t.num_response_tokens for t in record.trajectories)
+        self.mean(f"pool/response_tokens/{kind}", length)
+        self.mean(f"pool/duration_s/{kind}", record.duration_s)
+
+
+def rollout_reward(record: RolloutRecord) -> float | None:
+    """Mean reward of a rollout's scored trainable trajectories; None when there is none."""
+    trajectories = record.trajectories
+    if len(trajectories) == 1:
+        return trajectories[0].reward if trajectories[0].trainable else None
+    rewards = [t.reward for t in trajectories if t.trainable and t.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def ledger_metrics(ledger: LedgerSnapshot) -> dict[str, float]:
+    """`ledger/<outcome>` and `ledger/<outcome>/<reason>`, in rollouts since the stage began."""
+    metrics = {
+        f"ledger/{name}": float(getattr(ledger, name))
+        for name in ("admitted", "in_flight", "ready", "handed_out", "trained")
+    }
+    for outcome in WITH_REASON:
+        reasons = getattr(ledger, outcome)
+        metrics[f"ledger/{outcome}"] = float(sum(reasons.values()))
+        for reason, count in reasons.items():
+            metrics[f"ledger/{outcome}/{reason}"] = float(count)
+    return metrics

@@ -1,0 +1,196 @@
+"""A trajectory store as JSONL or Parquet, one line per trajectory.
+
+A rollout that left no trajectory is one line, too, so that failures are in the export. Columns are
+the same in both formats; see docs/store.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from nexrl.errors import ConfigError
+from nexrl.pool.store_reader import StoredRecord, StoreReader, annotated
+from nexrl.types import TokenRow, Trajectory
+
+PARQUET_BATCH: Final = 1024
+"""Lines in one Parquet row group."""
+
+
+def export_jsonl(reader: StoreReader, output: Path, *, status: str | None = None) -> int:
+    """Write one JSON object per line; returns the number of lines."""
+    count = 0
+    with output.open("w", encoding="utf-8") as file:
+        for line in export_lines(reader, status=status):
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def export_parquet(reader: StoreReader, output: Path, *, status: str | None = None) -> int:
+    """Write a Parquet file; returns the number of lines. ConfigError without pyarrow."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            "--format parquet needs pyarrow: pip install 'nexrl[parquet]' (or use --format jsonl)"
+        ) from error
+    schema = _parquet_schema(pyarrow)
+    count = 0
+    lines: list[dict[str, Any]] = []
+    with pyarrow.parquet.ParquetWriter(output, schema) as writer:
+        for line in export_lines(reader, status=status):
+            lines.append({k: _for_parquet(k, v) for k, v in line.items()})
+            count += 1
+            if len(lines) == PARQUET_BATCH:
+                writer.write_table(pyarrow.Table.from_pylist(lines, schema=schema))
+                lines = []
+        if lines or count == 0:
+            writer.write_table(pyarrow.Table.from_pylist(lines, schema=schema))
+    return count
+
+
+def export_lines(reader: StoreReader, *, status: str | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of both formats, as plain values."""
+    for stored in reader.read(status=status):
+        rollout = _rollout_line(stored)
+        trajectories = annotated(stored)
+        if not trajectories:
+            yield rollout | dict.fromkeys(_TRAJECTORY_COLUMNS)
+        for trajectory in trajectories:
+            yield rollout | _trajectory_line(trajectory)
+
+
+_TRAJECTORY_COLUMNS: Final = (
+    "trajectory_id",
+    "group_id",
+    "role",
+    "prompt",
+    "response",
+    "reward",
+    "reward_parts",
+    "truncation_cause",
+    "rows",
+    "metrics",
+    "provenance",
+    "extra",
+)
+_MAPPINGS: Final = ("reward_parts", "metrics", "provenance", "extra")
+"""Columns that Parquet holds as JSON text: their keys differ from run to run."""
+
+
+def _rollout_line(stored: StoredRecord) -> dict[str, Any]:
+    record = stored.record
+    failure = record.failure
+    return {
+        "rollout_id": record.rollout_id,
+        "group_key": record.group_key,
+        "item_id": stored.item_id,
+        "draw": stored.draw,
+        "source": stored.source,
+        "member": record.member,
+        "policy": stored.policy,
+        "incarnation": stored.incarnation,
+        "admitted_version": stored.admitted_version,
+        "status": record.status.value,
+        "reason": record.reason,
+        "failure": f"{failure.failure_class.value}: {failure.message}" if failure else None,
+        "attempts": record.attempts,
+        "duration_s": record.duration_s,
+        "outcome": stored.outcome,
+        "outcome_reason": stored.outcome_reason,
+        "outcome_version": stored.outcome_version,
+    }
+
+
+def _trajectory_line(trajectory: Trajectory) -> dict[str, Any]:
+    line = {name: to_jsonable(getattr(trajectory, name)) for name in _TRAJECTORY_COLUMNS}
+    return line | {"rows": [_row_line(row) for row in trajectory.rows]}
+
+
+def _row_line(row: TokenRow) -> dict[str, Any]:
+    return {
+        "token_ids": row.token_ids.tolist(),
+        "loss_mask": row.loss_mask.tolist(),
+        "sampled": None if row.sampled is None else row.sampled.tolist(),
+        "behavior_logprobs": None
+        if row.behavior_logprobs is None
+        else row.behavior_logprobs.tolist(),
+        "versions": [
+            {"start": s.start, "end": s.end, "version": str(s.version)} for s in row.versions
+        ],
+        "temperature": row.temperature,
+    }
+
+
+def to_jsonable(value: Any) -> Any:
+    """Dataclasses, arrays and mappings as JSON values."""
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_jsonable(v) for v in value]
+    return repr(value)
+
+
+def _for_parquet(name: str, value: Any) -> Any:
+    if name in _MAPPINGS and value is not None:
+        return json.dumps(value, ensure_ascii=False)
+    return value
+
+
+def _parquet_schema(pyarrow: Any) -> Any:
+    text, number, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
+    span = pyarrow.struct([("start", number), ("end", number), ("version", text)])
+    row = pyarrow.struct(
+        [
+            ("token_ids", pyarrow.list_(pyarrow.int32())),
+            ("loss_mask", pyarrow.list_(pyarrow.bool_())),
+            ("sampled", pyarrow.list_(pyarrow.bool_())),
+            ("behavior_logprobs", pyarrow.list_(pyarrow.float32())),
+            ("versions", pyarrow.list_(span)),
+            ("temperature", real),
+        ]
+    )
+    numbers = {"draw", "member", "incarnation", "admitted_version", "attempts", "outcome_version"}
+    reals = {"duration_s", "reward"}
+    kinds = (
+        dict.fromkeys(numbers, number) | dict.fromkeys(reals, real) | {"rows": pyarrow.list_(row)}
+    )
+    return pyarrow.schema([(name, kinds.get(name, text)) for name in _COLUMNS])
+
+
+_COLUMNS: Final = (
+    "rollout_id",
+    "group_key",
+    "item_id",
+    "draw",
+    "source",
+    "member",
+    "policy",
+    "incarnation",
+    "admitted_version",
+    "status",
+    "reason",
+    "failure",
+    "attempts",
+    "duration_s",
+    "outcome",
+    "outcome_reason",
+    "outcome_version",
+    *_TRAJECTORY_COLUMNS,
+)

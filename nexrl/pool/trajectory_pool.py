@@ -1,0 +1,616 @@
+"""TrajectoryPool: from admitted draws to batches.
+
+Stands between the rollout runner and the trainer: `admit` bounds what may start, `end_rollout`
+stores, annotates and groups what has ended, `take` hands out batches, `activate` frees slots. One
+mechanism serves all modes: `sync` is a staleness threshold of zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from nexrl.errors import (
+    ConfigError,
+    DeadlineError,
+    InvariantError,
+    PoolClosedError,
+)
+from nexrl.pool.admission import SlotQueue, may_admit
+from nexrl.pool.door import (
+    check_identity,
+    ledger_reason,
+    num_rows_without_logprobs,
+    prompt_fingerprint,
+    with_group_ids,
+)
+from nexrl.pool.group_rules import FilterFailedError, GroupRules
+from nexrl.pool.group_window import GroupWindow
+from nexrl.pool.hand_out import select_groups
+from nexrl.pool.ledger import Ledger, Outcome
+from nexrl.pool.open_group import EndedKeys, Member, OpenGroup
+from nexrl.pool.pool_metrics import PoolMetrics
+from nexrl.pool.record_keeper import RecordKeeper
+from nexrl.pool.scoring import Scoring
+from nexrl.pool.trajectory_store import TrajectoryStore
+from nexrl.protocols import Annotator, GroupFilter, Tracker
+from nexrl.types import (
+    Batch,
+    Draw,
+    LedgerSnapshot,
+    RolloutRecord,
+    Trajectory,
+)
+
+STATE_SCHEMA: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HandedOut:
+    """What left with a batch."""
+
+    groups: tuple[OpenGroup, ...]
+    """Its groups, dropped ones that were not replaced included."""
+    dropped: tuple[OpenGroup, ...]
+    """Groups that ended untrained since the hand-out before."""
+    refills: int
+    """Replacements admitted since the hand-out before."""
+
+
+class TrajectoryPool:
+    """Invariants: the ledger balances after every change; no batch holds a trained token older than
+    the staleness threshold; every admitted rollout ends in exactly one outcome; batches consist of
+    whole groups, in `sync` in admission order whatever the order of arrival.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: str,
+        batch_size: int,
+        rollout_repeat_n: int,
+        tracker: Tracker,
+        mode: Literal["sync", "batch-async", "sample-async"] = "sync",
+        staleness_threshold: int = 0,
+        hand_out: Literal["fifo", "windowed"] = "fifo",
+        window: int = 1,
+        on_bound: Literal["wait", "cancel"] = "wait",
+        min_group_size: int | None = None,
+        filters: Sequence[GroupFilter] = (),
+        refill_factor: float = 0.0,
+        on_exhausted: Literal["train_short", "skip", "stop"] = "train_short",
+        needs: Sequence[str] = (),
+        annotators: Sequence[Annotator] = (),
+        store: TrajectoryStore | None = None,
+        store_on_error: Literal["stop", "continue"] = "stop",
+        first_version: int = 0,
+        incarnation: int = 0,
+        take_deadline_s: float = 3600.0,
+        allow_mixed_prompts: bool = True,
+    ) -> None:
+        _check_settings(mode, staleness_threshold, hand_out, window)
+        self._policy = policy
+        self._batch_size = batch_size
+        self._group_size = rollout_repeat_n
+        self._mode = mode
+        self._threshold = staleness_threshold
+        self._on_bound = on_bound
+        self._rules = GroupRules(
+            min_group_size=min_group_size,
+            allow_mixed_prompts=allow_mixed_prompts,
+            filters=filters,
+        )
+        self._refill_budget = int(refill_factor * batch_size)
+        self._on_exhausted = on_exhausted
+        self._tracker = tracker
+        self._keeper = RecordKeeper(store, policy=policy, on_error=store_on_error, tracker=tracker)
+        self._scoring = Scoring(
+            annotators=annotators,
+            needs=needs,
+            logprobs_optional=mode == "sync",
+            keeper=self._keeper,
+            tracker=tracker,
+        )
+        self._incarnation = incarnation
+        self._take_deadline_s = take_deadline_s
+
+        self._ledger = Ledger()
+        self._metrics = PoolMetrics()
+        self._base = self._active = self._newest = first_version
+        self._groups: dict[str, OpenGroup] = {}
+        self._ended_keys = EndedKeys()
+        num_batches = window if hand_out == "windowed" else 1
+        self._window = GroupWindow(num_batches * batch_size)
+        self._out: dict[int, _HandedOut] = {}
+        self._dropped: list[OpenGroup] = []
+        self._settled: list[str] = []
+        self._next_admission = 0
+        self._next_batch_id = 0
+        self._num_trained_batches = 0
+        self._num_refills = 0
+        self._slots = SlotQueue(self._has_slot)
+        self._taker: asyncio.Future[None] | None = None
+        self._blocker: OpenGroup | None = None
+        self._source_is_closed = False
+        self._is_closed = False
+        self._counts = dict.fromkeys(
+            ("duplicate_ends", "late_ends", "refills", "skipped_batches", "rows_without_logprobs"),
+            0,
+        )
+
+    # --- admission ----------------------------------------------------------------------------
+
+    async def admit(self, draw: Draw) -> None:
+        """Wait for a slot and open the draw's group; first come, first served.
+
+        Woken by activation or by a group that ends untrained. It has no deadline of its own: how
+        long it waits is how long the trainer and the weight sync take, and theirs end the run.
+        """
+        self._refuse_when_closed()
+        if draw.key in self._groups or draw.key in self._ended_keys:
+            raise InvariantError(f"draw {draw.key} was admitted before")
+        await self._slots.acquire()
+        self._open(draw, size=self._group_size)
+
+    def activate(self, version: int) -> None:
+        """`version` is now the lowest that any replica serves: its slots are free."""
+        if version < self._active:
+            raise InvariantError(f"version {version} activated after version {self._active}")
+        self._active = version
+        self._newest = max(self._newest, version)
+        self._slots.wake()
+
+    def close_source(self) -> None:
+        """No further draw will be admitted; the last batch may be short."""
+        self._source_is_closed = True
+        self._slots.refuse()
+        self._wake_taker()
+
+    def _has_slot(self) -> bool:
+        return may_admit(
+            trained=self._num_trained_batches * self._batch_size,
+            handed_out=len(self._out) * self._batch_size,
+            outstanding=len(self._window) + self._slots.num_reserved,
+            active_version=self._active - self._base,
+            threshold=self._threshold,
+            batch_size=self._batch_size,
+        )
+
+    def _open(self, draw: Draw, *, size: int, is_pushed: bool = False) -> OpenGroup:
+        group = OpenGroup(
+            draw,
+            policy=self._policy,
+            size=size,
+            admission=self._next_admission,
+            admitted_version=self._active,
+            is_pushed=is_pushed,
+        )
+        self._next_admission += 1
+        self._groups[draw.key] = group
+        self._window.append(group)
+        self._ledger.admit(size)
+        self._metrics.admitted(draw.source, size)
+        return group
+
+    def _refuse_when_closed(self) -> None:
+        if self._is_closed or self._source_is_closed:
+            what = "the pool" if self._is_closed else "the source of draws"
+            raise PoolClosedError(f"{what} is closed: nothing more is admitted")
+
+    # --- the end of a rollout -----------------------------------------------------------------
+
+    async def end_rollout(self, record: RolloutRecord) -> None:
+        """A rollout has ended: store it, annotate it, and close its group when it is the last.
+
+        The first end of a member counts; later ones (a late answer of an earlier attempt) are
+        dropped and counted. `take` returns a batch only when its records are committed.
+        """
+        group = self._groups.get(record.group_key)
+        if group is None:
+            self._count_late_end(record)
+            return
+        if not 0 <= record.member < len(group.members):
+            raise InvariantError(
+                f"rollout {record.rollout_id} is member {record.member} of {record.group_key}, "
+                f"which has members 0 to {len(group.members) - 1}"
+            )
+        member = group.members[record.member]
+        if member.is_ending or member.outcome != "in_flight":
+            self._counts["duplicate_ends"] += 1
+            return
+        member.is_ending = True
+        try:
+            await self._end_member(group, member, with_group_ids(record))
+        finally:
+            member.is_ending = False
+
+    async def push(self, trajectory: Trajectory) -> None:
+        """Accept a trajectory that no draw asked for: a group of one, admitted on arrival.
+
+        Returns when it is committed to the store.
+        """
+        self._refuse_when_closed()
+        identity = trajectory.trajectory_id or f"{self._incarnation}.{self._next_admission}"
+        draw = Draw(item_id=f"push/{identity}", draw=0, row={}, source="push")
+        if draw.key in self._groups or draw.key in self._ended_keys:
+            self._counts["duplicate_ends"] += 1
+            return
+        record = RolloutRecord(
+            rollout_id=trajectory.rollout_id or draw.key,
+            group_key=draw.key,
+            member=0,
+            status=trajectory.status,
+            trajectories=(trajectory,),
+            failure=trajectory.failure,
+        )
+        self._oldest_version(record)  # refused before it is admitted, so that nothing waits for it
+        self._open(draw, size=1, is_pushed=True)
+        self._ledger.pushed += 1
+        await self.end_rollout(record)
+        await self._keeper.flush()
+
+    async def _end_member(self, group: OpenGroup, member: Member, record: RolloutRecord) -> None:
+        outcome, reason = ledger_reason(record)
+        ended_well = outcome == "ready"
+        oldest = self._oldest_version(record) if ended_well else None
+        stored = await self._keeper.keep(record, group)
+        if ended_well:
+            record, outcome, reason = await self._scoring.judge(record, stored)
+        if stored is not None:
+            member.store_row = stored.rollout
+        self._ledger.count_record(record)
+        if outcome == "ready":
+            member.record = record
+            member.oldest_version = oldest
+            group.note_prompt(prompt_fingerprint(record))
+            self._counts["rows_without_logprobs"] += num_rows_without_logprobs(record)
+        group.end_member(record.member, self._ledger, outcome, reason)
+        if ended_well:
+            self._metrics.rollout_ended(record)
+        if outcome != "ready":
+            self._keeper.outcome((member,), outcome, reason, version=self._active)
+        if group.is_closed:
+            self._close(group)
+
+    def _oldest_version(self, record: RolloutRecord) -> int | None:
+        """The door: InvariantError for tokens that cannot be this policy's."""
+        return check_identity(
+            record,
+            policy=self._policy,
+            incarnation=self._incarnation,
+            newest_version=self._active if self._mode == "sync" else self._newest,
+            allow_bounded=self._mode != "sync",
+        )
+
+    def _count_late_end(self, record: RolloutRecord) -> None:
+        if not self._ended_keys.may_contain(record.group_key):
+            raise InvariantError(
+                f"rollout {record.rollout_id} ended for group {record.group_key}, "
+                "which was never admitted"
+            )
+        self._counts["late_ends"] += 1
+        self._tracker.warn(f"a rollout of group {record.group_key} ended after its group had")
+
+    # --- the end of a group -------------------------------------------------------------------
+
+    def _close(self, group: OpenGroup) -> None:
+        """All members have ended: the group is ready, or ends untrained."""
+        del self._groups[group.draw.key]
+        self._ended_keys.add(group.draw.key)
+        self._window.note_closed(group)
+        self._metrics.mean("group/prompt_mismatch_share", float(group.has_mixed_prompts))
+        try:
+            reason = self._rules.reason_to_drop(group)
+        except FilterFailedError as error:
+            self._drop(group, "failed", error.reason)
+            self._wake_taker()
+            raise
+        if reason is None:
+            group.state = "ready"
+        else:
+            self._drop(group, "filtered", reason)
+        self._metrics.mean("pool/kept_share", float(group.state == "ready"))
+        self._wake_taker()
+
+    def reject(self, group_key: str, reason: str) -> None:
+        """Drop a group that is ready, as `filtered(reason)`; InvariantError when it is not ready."""
+        group = next((g for g in self._window if g.draw.key == group_key), None)
+        if group is None or group.state != "ready":
+            state = group.state if group else "not open"
+            raise InvariantError(f"group {group_key} cannot be rejected: it is {state}")
+        self._drop(group, "filtered", reason)
+        self._wake_taker()
+
+    def _drop(self, group: OpenGroup, outcome: Outcome, reason: str) -> None:
+        """A closed group ends untrained. Within the budget its slot frees at once for another one;
+        beyond it the group keeps its place, so that its batch closes short. A stale group is always
+        replaced: the batch that refused it must still be filled (FR-119)."""
+        self._end_untrained(group, outcome, reason)
+        if outcome == "stale" or self._num_refills < self._refill_budget:
+            if outcome != "stale":
+                self._num_refills += 1
+                self._counts["refills"] += 1
+            self._window.remove(group)
+            self._slots.wake()
+
+    def _end_untrained(self, group: OpenGroup, outcome: Outcome, reason: str) -> None:
+        kept = group.move_kept(self._ledger, outcome, reason)
+        group.state = "dropped"
+        self._keeper.outcome(kept, outcome, reason, version=self._active)
+        for member in kept:
+            if member.record is not None:
+                self._metrics.dropped(member.record)
+                member.record = None
+        self._dropped.append(group)
+
+    # --- hand-out -----------------------------------------------------------------------------
+
+    async def take(self, *, version: int) -> Batch | None:
+        """Wait for the batch that `version` consumes; None when the source is closed and nothing is
+        left. Its groups may be none at all when every one was dropped.
+
+        Woken by the end of a group. DeadlineError names the members that are still missing.
+        """
+        if self._taker is not None:
+            raise InvariantError("two callers wait for a batch")
+        if version < self._active:
+            raise InvariantError(f"version {version} takes a batch, but {self._active} is active")
+        try:
+            async with asyncio.timeout(self._take_deadline_s):
+                while (batch := self._next_batch(version)) is None:
+                    if self._is_exhausted():
+                        return None
+                    self._taker = asyncio.get_running_loop().create_future()
+                    await self._taker
+        except TimeoutError:
+            raise DeadlineError(self._describe_wait(version)) from None
+        finally:
+            self._taker = None
+        try:
+            await self._keeper.flush()
+        except BaseException:
+            self.release(batch)
+            raise
+        return batch
+
+    def mark_trained(self, batch: Batch) -> None:
+        """The publish that ends the batch is done."""
+        out = self._pop_out(batch)
+        for group in out.groups:
+            if group.state == "handed_out":
+                members = group.move_kept(self._ledger, "trained")
+                group.state = "trained"
+                self._keeper.outcome(members, "trained", "", version=batch.version)
+        self._num_trained_batches += 1
+        ended = [*out.dropped, *(g for g in out.groups if g.state == "trained")]
+        self._settled += [g.draw.key for g in ended if not g.is_pushed]
+        self._metrics.trained(batch)
+        self._keeper.ledger(self._ledger.snapshot(), version=batch.version)
+
+    def release(self, batch: Batch) -> None:
+        """The batch was not trained: its groups are ready again, in their old places."""
+        out = self._pop_out(batch)
+        for group in out.groups:
+            if group.state == "handed_out":
+                group.move_kept(self._ledger, "ready")
+                group.state = "ready"
+        self._window.put_back(out.groups)
+        self._dropped[:0] = out.dropped
+        self._num_refills += out.refills
+        self._wake_taker()
+
+    def drain_settled(self) -> list[str]:
+        """Draw keys of groups that have ended for good since the last call: those trained, and
+        those dropped on the way to a trained batch. A loader may mark them as consumed; all other
+        draws are drawn again after a resume."""
+        settled, self._settled = self._settled, []
+        return settled
+
+    def _next_batch(self, version: int) -> Batch | None:
+        """The batch for `version`, or None while it cannot be made."""
+        while self._may_have_batch():
+            selection = select_groups(
+                self._window.candidates,
+                batch_size=self._batch_size,
+                version=version,
+                threshold=self._threshold,
+                wait_for_bound=self._on_bound == "wait",
+                is_final=self._source_is_closed,
+            )
+            self._blocker = selection.blocker
+            if not selection.chosen:
+                return None
+            if self._drop_stale(selection.chosen, version):
+                continue
+            if self._on_exhausted != "train_short" and self._is_short(selection.chosen):
+                self._handle_exhausted(selection.chosen)
+                continue
+            return self._hand_out(selection.chosen, version)
+        return None
+
+    def _may_have_batch(self) -> bool:
+        """Cheap enough to ask at the end of each group."""
+        if self._is_closed:
+            raise PoolClosedError("the pool is closed: no batch is handed out")
+        if self._blocker is not None and not self._blocker.is_closed:
+            return False
+        num_closed, num_candidates = self._window.num_closed, self._window.num_candidates
+        if self._source_is_closed:
+            return num_candidates > 0 and num_closed >= min(self._batch_size, num_candidates)
+        return num_closed >= self._batch_size
+
+    def _is_exhausted(self) -> bool:
+        return self._source_is_closed and len(self._window) == 0
+
+    def _drop_stale(self, groups: Sequence[OpenGroup], version: int) -> bool:
+        """The last check: no trained token is older than the bound. True when one was."""
+        found = False
+        for group in groups:
+            oldest = group.oldest_version
+            if group.state != "ready" or version - oldest <= self._threshold:
+                continue
+            reason = f"version {oldest} consumed at {version}, bound {self._threshold}"
+            if self._on_bound == "wait" and not group.is_pushed:
+                raise InvariantError(
+                    f"group {group.draw.key} is stale: {reason}; it was admitted as number "
+                    f"{group.admission} at version {group.admitted_version}, batch size "
+                    f"{self._batch_size}, first version {self._base}"
+                )
+            self._drop(group, "stale", reason)
+            found = True
+        return found
+
+    @staticmethod
+    def _is_short(groups: Sequence[OpenGroup]) -> bool:
+        return any(group.state == "dropped" for group in groups)
+
+    def _handle_exhausted(self, groups: Sequence[OpenGroup]) -> None:
+        """The batch is short and its refill budget is spent: stop, or start another one."""
+        num_kept = sum(group.state == "ready" for group in groups)
+        numbers = (
+            f"{num_kept} of {self._batch_size} groups are left after {self._num_refills} "
+            f"replacements (budget {self._refill_budget})"
+        )
+        if self._on_exhausted == "stop":
+            raise InvariantError(
+                f"batch {self._next_batch_id} is short and dynamic_sampling.on_exhausted is "
+                f"`stop`: {numbers}; ledger {self._ledger.snapshot()}"
+            )
+        self._tracker.warn(f"a batch was skipped: {numbers}")
+        self._counts["skipped_batches"] += 1
+        for group in groups:
+            if group.state == "ready":
+                self._end_untrained(group, "filtered", "batch_skipped")
+            self._window.remove(group)
+        self._num_refills = 0
+        self._slots.wake()
+
+    def _hand_out(self, groups: Sequence[OpenGroup], version: int) -> Batch:
+        staleness: list[int] = []
+        kept: list[OpenGroup] = []
+        for group in groups:
+            self._window.remove(group)
+            if group.state == "ready":
+                members = group.move_kept(self._ledger, "handed_out")
+                group.state = "handed_out"
+                kept.append(group)
+                self._metrics.mean("pool/group_size", len(members))
+                staleness += [
+                    version
+                    - (group.admitted_version if m.oldest_version is None else m.oldest_version)
+                    for m in members
+                ]
+        batch = Batch(
+            batch_id=self._next_batch_id,
+            policy=self._policy,
+            version=version,
+            groups=tuple(group.to_rollout_group() for group in kept),
+            num_expected_groups=self._batch_size,
+        )
+        self._out[batch.batch_id] = _HandedOut(
+            groups=tuple(groups), dropped=tuple(self._dropped), refills=self._num_refills
+        )
+        self._metrics.handed_out(staleness, len(kept))
+        self._dropped = []
+        self._num_refills = 0
+        self._next_batch_id += 1
+        self._newest = max(self._newest, version + 1)
+        return batch
+
+    def _pop_out(self, batch: Batch) -> _HandedOut:
+        out = self._out.pop(batch.batch_id, None)
+        if out is None:
+            raise InvariantError(
+                f"batch {batch.batch_id} is not handed out (handed out: {sorted(self._out)})"
+            )
+        return out
+
+    def _wake_taker(self) -> None:
+        taker = self._taker
+        if taker is None or taker.done():
+            return
+        if self._is_closed or self._may_have_batch() or self._is_exhausted():
+            taker.set_result(None)
+
+    def _describe_wait(self, version: int) -> str:
+        return (
+            f"no batch for version {version} after {self._take_deadline_s} s: "
+            f"{self._window.num_closed} of {self._batch_size} groups have ended; "
+            f"waiting for {self._window.describe_running() or 'groups that nobody has started'}"
+        )
+
+    # --- numbers, state, end ------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> LedgerSnapshot:
+        """Rollouts by outcome."""
+        return self._ledger.snapshot()
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics since the last call; `ledger/*` and counts are of the whole stage."""
+        counts = {f"pool/{name}": float(count) for name, count in self._counts.items()}
+        beside = ("attempts", "trajectories", "rows", "tokens", "pushed")
+        return {
+            **self._metrics.flush(self._ledger.snapshot()),
+            **counts,
+            **{f"pool/{name}": float(getattr(self._ledger, name)) for name in beside},
+            "pool/open_groups": float(len(self._window)),
+            "pool/closed_groups": float(self._window.num_closed),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters of what has ended for good. Groups in flight, ready or handed out, and those
+        dropped on the way to a batch not yet trained, are left out: their draws are not consumed
+        (`not_consumed` lists them) and are drawn again, so that resuming equals not stopping."""
+        groups = [*self._window, *(g for out in self._out.values() for g in out.groups)]
+        dropped = [*self._dropped, *(g for out in self._out.values() for g in out.dropped)]
+        live = (group for group in groups if group.state != "dropped")
+        unique = {group.admission: group for group in (*live, *dropped)}
+        members = [member for group in unique.values() for member in group.members]
+        return {
+            "schema": STATE_SCHEMA,
+            "policy": self._policy,
+            "version": self._base + self._num_trained_batches,
+            "next_batch_id": self._next_batch_id - len(self._out),
+            "not_consumed": [unique[admission].draw.key for admission in sorted(unique)],
+            "ledger": self._ledger.to_state((m.outcome, m.reason) for m in members),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken; only before anything was admitted.
+
+        Counting starts anew at the saved version, so capacity is what an empty pool has (FR-118).
+        """
+        if state["schema"] != STATE_SCHEMA or state["policy"] != self._policy:
+            raise InvariantError(
+                f"pool state of schema {state['schema']} and policy {state['policy']!r} cannot be "
+                f"loaded into one of schema {STATE_SCHEMA} and policy {self._policy!r}"
+            )
+        if self._next_admission:
+            raise InvariantError("pool state must be loaded before the first draw is admitted")
+        self._ledger = Ledger.from_state(state["ledger"])
+        self._base = self._active = self._newest = int(state["version"])
+        self._next_batch_id = int(state["next_batch_id"])
+        self._keeper.roll_back(version=self._base)
+
+    async def aclose(self) -> None:
+        """End all waits with PoolClosedError and commit what was stored; the store stays open for
+        whoever made it. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._slots.refuse()
+        self._wake_taker()
+        await self._keeper.flush()
+
+
+def _check_settings(mode: str, threshold: int, hand_out: str, window: int) -> None:
+    if mode == "sync" and threshold != 0:
+        raise ConfigError(f"weight.staleness_threshold must be 0 in mode sync, got {threshold}")
+    if hand_out == "windowed" and window > threshold + 1:
+        raise ConfigError(
+            "trajectory_pool.window must be at most weight.staleness_threshold + 1 = "
+            f"{threshold + 1}, got {window}"
+        )

@@ -1,0 +1,79 @@
+"""Builds the rollout worker that the configuration names.
+
+Called by whoever wires a run, once for training and once more for validation with its sampling.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nexrl.config.schema import RolloutWorkerConfig, SamplingConfig
+from nexrl.config.user_code import load_user_class
+from nexrl.errors import ConfigError, NexRLError, UserCodeError, user_frame
+from nexrl.rollout.rollout_worker import RolloutWorker, WorkerContext
+from nexrl.rollout.single_turn import SingleTurnWorker
+from nexrl.rollout.supervised import SupervisedWorker
+from nexrl.types import Sampling
+
+_BUILTIN: dict[str, type[RolloutWorker]] = {
+    "single_turn": SingleTurnWorker,
+    "supervised": SupervisedWorker,
+}
+
+
+def to_sampling(config: SamplingConfig) -> Sampling:
+    """Sampling parameters of the configuration; no seed, the runner gives one to each call."""
+    return Sampling(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop=config.stop,
+    )
+
+
+def worker_class(config: RolloutWorkerConfig, recipe_dir: Path) -> type[RolloutWorker]:
+    """The class that the configuration names; ConfigError names the key and the file."""
+    if config.type != "custom":
+        return _BUILTIN[config.type]
+    key = "rollout_worker.custom_rollout_worker_module_path"
+    module_path = config.custom_rollout_worker_module_path
+    class_name = config.custom_rollout_worker_class_name
+    if not module_path or not class_name:
+        raise ConfigError(
+            "rollout_worker.type: custom needs rollout_worker.custom_rollout_worker_module_path "
+            f"and rollout_worker.custom_rollout_worker_class_name, got {module_path!r} and "
+            f"{class_name!r}"
+        )
+    loaded = load_user_class(module_path, class_name, recipe_dir=recipe_dir, key=key)
+    if not issubclass(loaded, RolloutWorker):
+        raise ConfigError(
+            f"rollout_worker.custom_rollout_worker_class_name: {class_name} in {module_path} is "
+            "not a subclass of nexrl.rollout.RolloutWorker"
+        )
+    if loaded.step is RolloutWorker.step:
+        raise ConfigError(
+            f"rollout_worker.custom_rollout_worker_class_name: {class_name} in {module_path} does "
+            "not define `def step(self, data_item)`"
+        )
+    return loaded
+
+
+def build_worker(
+    config: RolloutWorkerConfig, context: WorkerContext, recipe_dir: Path
+) -> RolloutWorker:
+    """The worker, constructed as `Worker(context)`; its own errors name file and line."""
+    cls = worker_class(config, recipe_dir)
+    try:
+        worker = cls(context)
+    except NexRLError:
+        raise
+    except Exception as error:
+        raise UserCodeError(
+            f"{cls.__name__}(context) raised {type(error).__name__}: {error} at {user_frame(error)}"
+        ) from error
+    if getattr(worker, "context", None) is not context:
+        raise UserCodeError(
+            f"{cls.__name__}.__init__ must call super().__init__(context) with the context it got"
+        )
+    return worker

@@ -1,0 +1,207 @@
+"""How a rollout ended, as values: what `step` returned or raised becomes status, reason, failure.
+
+Pure functions between the runner (which awaits) and the `RolloutRecord` it hands on.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nexrl.errors import (
+    FailureClass,
+    InvariantError,
+    NexRLError,
+    UserCodeError,
+    classify,
+    innermost_cause,
+    user_frame,
+)
+from nexrl.rollout.scope import RolloutScope
+from nexrl.types import (
+    Failure,
+    Trajectory,
+    TrajectoryStatus,
+    TruncationCause,
+)
+
+
+class StepResultError(UserCodeError):
+    """`step` left nothing that can be stored: names what it returned and what is accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The end of a rollout, before it has its identity."""
+
+    status: TrajectoryStatus
+    """How it ended."""
+    trajectories: tuple[Trajectory, ...] = ()
+    """What it left."""
+    failure: Failure | None = None
+    """Why it failed."""
+    reason: str = ""
+    """Ledger reason when failed or cancelled."""
+
+
+def collect(result: Any, put: Sequence[Trajectory]) -> list[Trajectory]:
+    """Everything a `step` left: what it put, then what it returned. Raises StepResultError."""
+    if type(result) is Trajectory and not put:
+        trajectories = [result]
+    else:
+        trajectories = [*put, *_returned(result, bool(put))]
+    for trajectory in trajectories:
+        if trajectory.status in (TrajectoryStatus.FAILED, TrajectoryStatus.CANCELLED):
+            continue
+        if not trajectory.rows or any(not row.num_tokens for row in trajectory.rows):
+            raise StepResultError(
+                "step() left a trajectory without tokens; give `tokens` and `loss_mask`, or `rows`, "
+                "or build it with completion.to_trajectory(...)"
+            )
+    return trajectories
+
+
+def _returned(result: Any, has_put: bool) -> list[Trajectory]:
+    accepted = "a Trajectory, a non-empty list of them, or None after self.put_trajectory(...)"
+    if isinstance(result, Trajectory):
+        return [result]
+    if isinstance(result, list | tuple):
+        for index, entry in enumerate(result):
+            if not isinstance(entry, Trajectory):
+                raise StepResultError(
+                    f"step() returned a list whose entry {index} is a {type(entry).__name__} "
+                    f"({entry!r:.80}); accepted: {accepted}"
+                )
+        if result or has_put:
+            return list(result)
+        raise StepResultError(f"step() returned an empty list; accepted: {accepted}")
+    if result is None:
+        if has_put:
+            return []
+        raise StepResultError(f"step() returned None and put no trajectory; accepted: {accepted}")
+    raise StepResultError(
+        f"step() returned a {type(result).__name__} ({result!r:.80}); accepted: {accepted}"
+    )
+
+
+def ended(trajectories: list[Trajectory]) -> Outcome:
+    """The outcome of a step that ended by itself; a worker may report a failure of its own.
+
+    The same object left twice (put, then returned) counts once.
+    """
+    if len(trajectories) == 1:
+        only = trajectories[0]
+        if only.status is TrajectoryStatus.COMPLETED:
+            return Outcome(status=TrajectoryStatus.COMPLETED, trajectories=(only,))
+    distinct = tuple({id(t): t for t in trajectories}.values())
+    statuses = {t.status for t in distinct}
+    for status in (TrajectoryStatus.COMPLETED, TrajectoryStatus.TRUNCATED):
+        if status in statuses:
+            return Outcome(status=status, trajectories=distinct)
+    failure = next((t.failure for t in distinct if t.failure is not None), None)
+    if failure is None:
+        return Outcome(status=TrajectoryStatus.CANCELLED, trajectories=distinct, reason="by_worker")
+    return failed(failure, distinct)
+
+
+def failed(failure: Failure, trajectories: Sequence[Trajectory] = ()) -> Outcome:
+    """A failed rollout. What it had is kept for the store and can never be trained."""
+    kept = tuple(
+        replace(t, status=TrajectoryStatus.FAILED, failure=failure, truncation_cause=None)
+        for t in trajectories
+    )
+    return Outcome(
+        status=TrajectoryStatus.FAILED,
+        trajectories=kept,
+        failure=failure,
+        reason=f"{failure.failure_class.value}/{failure.error_type or 'reported'}",
+    )
+
+
+def cancelled(trajectories: Sequence[Trajectory], reason: str) -> Outcome:
+    """A rollout that was ended from outside."""
+    kept = tuple(
+        replace(t, status=TrajectoryStatus.CANCELLED, failure=None, truncation_cause=None)
+        for t in trajectories
+    )
+    return Outcome(status=TrajectoryStatus.CANCELLED, trajectories=kept, reason=reason)
+
+
+def truncated(trajectories: Sequence[Trajectory], cause: TruncationCause) -> Outcome:
+    """A rollout cut short that keeps what was put, with the last good state (FR-074, FR-076)."""
+    kept = tuple(
+        replace(t, status=TrajectoryStatus.TRUNCATED, truncation_cause=cause)
+        if t.status is TrajectoryStatus.COMPLETED
+        else t
+        for t in trajectories
+    )
+    return Outcome(status=TrajectoryStatus.TRUNCATED, trajectories=kept)
+
+
+def describe_failure(error: BaseException, scope: RolloutScope, *, builtin: bool) -> Failure:
+    """What an exception out of `step` means.
+
+    A broken invariant inside a custom worker (unequal lengths in a trajectory it builds) is that
+    worker's fault and must not stop the run; inside a built-in one it is ours.
+    """
+    failure_class = classify(error)
+    if isinstance(error, InvariantError) and not builtin:
+        failure_class = FailureClass.USER_CODE
+    cause = innermost_cause(error)
+    text = str(cause) or repr(cause)
+    if cause is not error and isinstance(error, NexRLError):
+        text = str(error)
+    message = f"{text} (item {scope.source.item_id}, member {scope.member})"
+    trace = ""
+    if failure_class in (FailureClass.USER_CODE, FailureClass.INVARIANT):
+        message = (
+            f"{text} at {user_frame(error)} (item {scope.source.item_id}, member {scope.member})"
+        )
+        trace = "".join(traceback.format_exception(cause))
+    return Failure(
+        failure_class=failure_class,
+        message=message,
+        retryable=is_retryable(error, failure_class),
+        where=scope.blames(error) or "step",
+        error_type=type(cause).__name__,
+        traceback=trace,
+    )
+
+
+def is_retryable(error: BaseException, failure_class: FailureClass) -> bool:
+    """Only infrastructure is retried, and of it only what may succeed another time."""
+    if failure_class is not FailureClass.INFRASTRUCTURE:
+        return False
+    return error.retryable if isinstance(error, NexRLError) else True
+
+
+def describe_deadline(
+    error: BaseException, scope: RolloutScope, *, deadline_s: float, last_failure: Failure | None
+) -> Failure:
+    """Who used up a rollout's time, from the cancellation that ended it: a service that had failed before, a reward call, the policy
+    (a draw in progress), or the worker's own code."""
+    service = scope.blames(error)
+    message = (
+        f"rollout reached its deadline of {deadline_s:g} s (rollout_worker.deadline_s; item "
+        f"{scope.source.item_id}, member {scope.member})"
+    )
+    failure_class = FailureClass.USER_CODE
+    if last_failure is not None:
+        failure_class = last_failure.failure_class
+        message += f" while retrying after {last_failure.error_type}: {last_failure.message}"
+    elif service:
+        failure_class = (
+            FailureClass.POLICY if service == "inference" else FailureClass.INFRASTRUCTURE
+        )
+        message += f" while waiting for {service}"
+    else:
+        notes = getattr(error, "__notes__", ())
+        message += "".join(f"; {note}" for note in notes) or " inside step()"
+    return Failure(
+        failure_class=failure_class,
+        message=message,
+        where=service or "step",
+        error_type="DeadlineError",
+    )

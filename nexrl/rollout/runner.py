@@ -1,0 +1,403 @@
+"""RolloutRunner: draws in, rollout records out. Group fan-out, deadlines, retries, failures.
+
+Between admission and the pool: the controller calls `run_group` for each admitted draw, and every
+member that starts ends exactly once through `on_end`, whatever its worker does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+from nexrl.blocking_pool import BlockingPool
+from nexrl.config.schema import FailurePolicyConfig
+from nexrl.errors import FailureClass, UserCodeError, classify, user_frame
+from nexrl.protocols import Tracker
+from nexrl.rollout.deadlines import DeadlineQueue
+from nexrl.rollout.identity import identified
+from nexrl.rollout.outcome import (
+    Outcome,
+    cancelled,
+    collect,
+    describe_deadline,
+    describe_failure,
+    ended,
+    failed,
+    truncated,
+)
+from nexrl.rollout.rollout_worker import RolloutWorker
+from nexrl.rollout.scope import RolloutScope, RunIdentity, enter_scope
+from nexrl.types import DEFAULT_POLICY, Draw, Failure, RolloutRecord, Trajectory
+
+OnEnd = Callable[[RolloutRecord], Awaitable[None]]
+
+_MAX_THREADS = 64
+_STUCK_GRACE_S = 5.0
+"""Seconds after its deadline at which a step that swallows its cancellation is left alone."""
+
+
+class Member:
+    """One member of a rollout group on its way.
+
+    Invariant: `ended` turns true once and for all, just before `on_end` is called.
+    """
+
+    __slots__ = (
+        "attempts",
+        "deadline",
+        "draw",
+        "ended",
+        "holds_slot",
+        "index",
+        "overdue",
+        "rollout_id",
+        "scope",
+        "started",
+        "task",
+    )
+
+    def __init__(self, draw: Draw, index: int, rollout_id: str) -> None:
+        self.draw = draw
+        self.index = index
+        self.rollout_id = rollout_id
+        self.attempts = 0
+        self.started = 0.0
+        self.deadline: float | None = None
+        self.overdue = False
+        self.task: asyncio.Task[None] | None = None
+        self.scope: RolloutScope | None = None
+        self.holds_slot = False
+        self.ended = False
+
+    @property
+    def put(self) -> Sequence[Trajectory]:
+        """What the present attempt handed over so far."""
+        return self.scope.trajectories if self.scope else ()
+
+
+class RolloutRunner:
+    """Runs rollout groups on one worker.
+
+    Invariant: every member of every group given to `run_group` ends exactly once through `on_end`,
+    with a status and, unless it ended well, a reason; a failure never becomes a reward, and one
+    member's end never touches a sibling.
+    """
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        *,
+        num_rollouts: int,
+        deadline_s: float,
+        failure_policy: FailurePolicyConfig,
+        max_concurrent: int,
+        on_deadline: Literal["fail", "truncate"],
+        run_id: str,
+        run_seed: int,
+        tracker: Tracker,
+        policy: str = DEFAULT_POLICY,
+    ) -> None:
+        self._worker = worker
+        self._num_rollouts = num_rollouts
+        self._deadline_s = deadline_s
+        self._max_attempts = failure_policy.max_attempts if failure_policy.retry_member else 1
+        self._retry_delay_s = failure_policy.retry_delay_s
+        self._on_deadline = on_deadline
+        context = worker.context
+        self._run = RunIdentity(
+            run_id=run_id,
+            seed=run_seed,
+            policy=policy,
+            engine=context.engine,
+            capabilities=context.capabilities,
+            reward_contract=context.reward.contract if context.reward is not None else "",
+        )
+        self._tracker = tracker
+        self._deadlines = DeadlineQueue(deadline_s)
+        self._builtin = type(worker).__module__.startswith("nexrl.")
+        self._blocking = not inspect.iscoroutinefunction(worker.step)
+        # A blocking step holds a thread for as long as it runs, so waiting for a thread happens
+        # here, before the rollout's deadline begins to count.
+        num_slots = min(max_concurrent, _MAX_THREADS) if self._blocking else max_concurrent
+        self._slots = asyncio.Semaphore(num_slots)
+        self._threads = BlockingPool(
+            min(max_concurrent, _MAX_THREADS), name=f"step of {type(worker).__name__}"
+        )
+        self._running: set[asyncio.Task[None]] = set()
+        self._starting: asyncio.Task[None] | None = None
+        self._ready = False
+        self._closed = False
+
+    async def start(self) -> None:
+        """Call the worker's `setup`, once; UserCodeError when it raises. `run_group` does it too."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._set_up(), name="worker setup")
+        await asyncio.shield(self._starting)
+        self._ready = True
+
+    async def run_group(self, draw: Draw, on_end: OnEnd) -> None:
+        """Run all members of a draw; returns when each has ended through `on_end`.
+
+        Cancelling it ends the members that still run as `cancelled(shutdown)`. Raises what `on_end`
+        raises, after all members have ended.
+        """
+        prefix = f"{self._run.run_id}-{draw.item_id}-{draw.draw}"
+        members = [Member(draw, i, f"{prefix}-{i}") for i in range(self._num_rollouts)]
+        tasks: dict[asyncio.Task[None], Member] = {}
+        try:
+            if not self._ready:
+                await self.start()
+            tasks = {asyncio.create_task(self._run_member(m, on_end)): m for m in members}
+            self._running.update(tasks)
+            await self._watch(tasks, on_end)
+        except BaseException:
+            await self._cancel(tasks)
+            raise
+        finally:
+            # A task that is cancelled before its first step never reaches its own handler.
+            for member in members:
+                if not member.ended:
+                    await self._end(member, cancelled(member.put, "shutdown"), on_end)
+            self._running.difference_update(t for t in tasks if t.done())
+
+    async def aclose(self) -> None:
+        """End running rollouts, the threads, the worker and its reward service; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=_STUCK_GRACE_S)
+        if self._starting is not None:
+            self._starting.cancel()
+        self._deadlines.close()
+        await self._threads.aclose()
+        try:
+            if (closing := self._worker.aclose()) is not None:
+                async with asyncio.timeout(_STUCK_GRACE_S):
+                    await closing
+        finally:
+            if self._worker.context.reward is not None:
+                await self._worker.context.reward.aclose()
+
+    # --- group --------------------------------------------------------------------------------
+
+    async def _watch(self, tasks: Mapping[asyncio.Task[None], Member], on_end: OnEnd) -> None:
+        """Waits for all members; woken by the last one, by an error of `on_end`, or when a step has
+        swallowed its cancellation and must be ended on its behalf."""
+        loop = asyncio.get_running_loop()
+        pending = set(tasks)
+        while pending:
+            running = [m for t in pending if not (m := tasks[t]).ended]
+            now = loop.time()
+            overdue_at = min(
+                (m.deadline or now + self._deadline_s for m in running), default=math.inf
+            )
+            done, pending = await asyncio.wait(
+                pending,
+                timeout=None if not running else max(0.0, overdue_at + _STUCK_GRACE_S - now),
+                return_when=asyncio.FIRST_EXCEPTION,
+            )
+            for task in done:
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    raise error
+            for task in [t for t in pending if self._is_stuck(tasks[t], loop.time())]:
+                pending.discard(task)
+                await self._end_stuck(tasks[task], on_end)
+
+    @staticmethod
+    async def _cancel(tasks: Mapping[asyncio.Task[None], Member]) -> None:
+        pending = [task for task in tasks if not task.done()]
+        for task in pending:
+            task.cancel()
+        if pending:
+            done, _ = await asyncio.wait(pending, timeout=_STUCK_GRACE_S)
+            for task in done:  # the first error is on its way already
+                if not task.cancelled():
+                    task.exception()
+
+    @staticmethod
+    def _is_stuck(member: Member, now: float) -> bool:
+        overdue = member.deadline is not None and now >= member.deadline + _STUCK_GRACE_S
+        return overdue and not member.ended
+
+    async def _end_stuck(self, member: Member, on_end: OnEnd) -> None:
+        failure = Failure(
+            failure_class=FailureClass.USER_CODE,
+            message=(
+                f"step() of {type(self._worker).__name__} did not end when it was cancelled at its "
+                f"deadline of {self._deadline_s:g} s (item {member.draw.item_id}, member "
+                f"{member.index}); it swallows asyncio.CancelledError"
+            ),
+            where="step",
+            error_type="DeadlineError",
+        )
+        await self._end(member, failed(failure, member.put), on_end)
+
+    # --- member -------------------------------------------------------------------------------
+
+    async def _run_member(self, member: Member, on_end: OnEnd) -> None:
+        try:
+            await self._slots.acquire()
+            member.holds_slot = True
+            member.task = asyncio.current_task()
+            with self._tracker.activity("rollout", member.rollout_id):
+                outcome = await self._run_attempts(member)
+        except asyncio.CancelledError:
+            await self._end(member, cancelled(member.put, "shutdown"), on_end)
+            raise
+        await self._end(member, outcome, on_end)
+
+    async def _run_attempts(self, member: Member) -> Outcome:
+        """Attempts until one ends well or for good, or the rollout's time is over."""
+        loop = asyncio.get_running_loop()
+        task = member.task
+        member.started = loop.time()
+        self._deadlines.enter(member, loop, member.started)
+        last_failure: Failure | None = None
+        try:
+            while True:
+                outcome = await self._attempt(member, self._open_scope(member, loop))
+                last_failure = outcome.failure
+                if last_failure is None or not self._may_retry(member, last_failure, loop.time()):
+                    return outcome
+                self._tracker.count("rollout/retries")
+                await asyncio.sleep(self._retry_delay(member))
+        except asyncio.CancelledError as error:
+            if not member.overdue or (task is not None and task.cancelling() > 1):
+                raise
+            return self._at_deadline(member, error, last_failure)
+        finally:
+            self._deadlines.leave(member)
+            if member.overdue and task is not None:
+                task.uncancel()
+
+    def _retry_delay(self, member: Member) -> float:
+        return self._retry_delay_s * 2.0 ** (member.attempts - 1)
+
+    def _may_retry(self, member: Member, failure: Failure, now: float) -> bool:
+        return (
+            failure.retryable
+            and member.attempts < self._max_attempts
+            and member.deadline is not None
+            and now + self._retry_delay(member) < member.deadline
+        )
+
+    def _open_scope(self, member: Member, loop: asyncio.AbstractEventLoop) -> RolloutScope:
+        assert member.deadline is not None
+        member.attempts += 1
+        member.scope = scope = RolloutScope(
+            loop=loop,
+            run=self._run,
+            rollout_id=member.rollout_id,
+            source=member.draw,
+            member=member.index,
+            started=member.started,
+            deadline=member.deadline,
+            attempt=member.attempts,
+        )
+        enter_scope(scope)
+        return scope
+
+    async def _attempt(self, member: Member, scope: RolloutScope) -> Outcome:
+        """One call of `step`; any exception but a cancellation from outside becomes an outcome."""
+        item = fresh_item(member.draw.row)
+        try:
+            if self._blocking:
+                result: Any = await self._threads.run(lambda: self._worker.step(item))
+                if inspect.isawaitable(result):
+                    result = await result
+            else:
+                result = await cast(Awaitable[Any], self._worker.step(item))
+            return ended(collect(result, scope.trajectories))
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return self._judge(error, scope)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+            return self._judge(error, scope)
+        finally:
+            scope.close()
+
+    def _judge(self, error: BaseException, scope: RolloutScope) -> Outcome:
+        failure = describe_failure(error, scope, builtin=self._builtin)
+        if failure.error_type == "ContextOverflowError" and scope.trajectories:
+            return truncated(scope.trajectories, "context")
+        return failed(failure, scope.trajectories)
+
+    def _at_deadline(
+        self, member: Member, error: asyncio.CancelledError, last_failure: Failure | None
+    ) -> Outcome:
+        scope = member.scope
+        assert scope is not None
+        failure = describe_deadline(
+            error, scope, deadline_s=self._deadline_s, last_failure=last_failure
+        )
+        infrastructure = failure.failure_class is FailureClass.INFRASTRUCTURE
+        if self._on_deadline == "truncate" and scope.trajectories and not infrastructure:
+            return truncated(scope.trajectories, "deadline")
+        return failed(failure, scope.trajectories)
+
+    async def _end(self, member: Member, outcome: Outcome, on_end: OnEnd) -> None:
+        """The one place where a rollout ends; a second end of the same one is only counted."""
+        if member.holds_slot:
+            member.holds_slot = False
+            self._slots.release()
+        if member.ended:
+            self._tracker.count("rollout/late_results")
+            return
+        member.ended = True
+        now = asyncio.get_running_loop().time()
+        started = member.started if member.deadline is not None else now
+        record = RolloutRecord(
+            rollout_id=member.rollout_id,
+            group_key=member.draw.key,
+            member=member.index,
+            status=outcome.status,
+            reason=outcome.reason,
+            trajectories=identified(outcome.trajectories, member.scope) if member.scope else (),
+            failure=outcome.failure,
+            attempts=max(member.attempts, 1),
+            duration_s=now - started,
+        )
+        self._tracker.rollout_ended(record)
+        await on_end(record)
+
+    # --- worker -------------------------------------------------------------------------------
+
+    async def _set_up(self) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                if inspect.iscoroutinefunction(self._worker.setup):
+                    await self._worker.setup()
+                else:
+                    waiting = await self._threads.run(self._worker.setup)
+                    if waiting is not None:
+                        await waiting
+        except Exception as error:
+            if classify(error) is not FailureClass.USER_CODE or isinstance(error, UserCodeError):
+                raise
+            raise UserCodeError(
+                f"setup() of {type(self._worker).__name__} raised {type(error).__name__}: {error} "
+                f"at {user_frame(error)}"
+            ) from error
+
+
+def fresh_item(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that a worker may change: nested lists and dicts are copied, leaves are shared."""
+    return {
+        key: _copied(value) if type(value) in (dict, list) else value for key, value in row.items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copied(entry) for key, entry in value.items()}
+    if type(value) is list:
+        return [_copied(entry) for entry in value]
+    return value

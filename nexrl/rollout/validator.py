@@ -1,0 +1,215 @@
+"""Validator: held-out items through the same kind of worker, for one policy version.
+
+Called by the controller between activation and admission (`sync`). Its rollouts have a runner, a
+seed domain and records of their own: they never reach the trajectory pool, use no admission slots
+and draw no training randomness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nexrl.config.schema import ValidateConfig
+from nexrl.errors import ConfigError, FailureClass, InvariantError, RunStoppedError
+from nexrl.protocols import Tracker
+from nexrl.rollout.rollout_worker import RolloutWorker
+from nexrl.rollout.runner import RolloutRunner
+from nexrl.types import (
+    DEFAULT_POLICY,
+    Draw,
+    PolicyVersion,
+    RolloutRecord,
+    Trajectory,
+    TrajectoryStatus,
+    derive_seed,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationResult:
+    """What one version scores on the held-out items."""
+
+    version: PolicyVersion
+    """The version that was judged."""
+    metrics: Mapping[str, float]
+    """validation/*: see `summarise`."""
+    records: tuple[RolloutRecord, ...]
+    """Every rollout, in order of items and members; failed ones included."""
+
+
+class Validator:
+    """Evaluates versions on a fixed list of draws.
+
+    Invariant: every rollout is in exactly one of scored, unscored and failed, and each of the three
+    is reported; a failed rollout is no reward 0 and never in the denominator of accuracy.
+    """
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        draws: Sequence[Draw],
+        *,
+        config: ValidateConfig,
+        run_id: str,
+        seed: int,
+        tracker: Tracker,
+        policy: str = DEFAULT_POLICY,
+    ) -> None:
+        """`worker` is an instance of its own, with the sampling of section `validate`."""
+        self._draws = tuple(draws[: config.max_items])
+        self._config = config
+        self._tracker = tracker
+        self._runner = RolloutRunner(
+            worker,
+            num_rollouts=config.num_rollouts,
+            deadline_s=min(worker.config.deadline_s, config.deadline_s),
+            failure_policy=worker.config.failure_policy,
+            max_concurrent=worker.config.max_concurrent,
+            on_deadline=worker.config.on_deadline,
+            run_id=f"{run_id}-validation",
+            run_seed=derive_seed(seed, "validation"),
+            tracker=_ValidationTracker(tracker),
+            policy=policy,
+        )
+
+    async def validate(self, version: PolicyVersion) -> ValidationResult:
+        """Run all draws; raises RunStoppedError when no rollout ended well.
+
+        Past `validate.deadline_s` what still runs is cancelled and counted as failed.
+        """
+        records: dict[tuple[int, int], RolloutRecord] = {}
+        await self._runner.start()
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                async with asyncio.TaskGroup() as groups:
+                    for index, draw in enumerate(self._draws):
+                        groups.create_task(self._run(index, draw, records))
+        except TimeoutError:
+            self._tracker.warn(
+                f"validation of {version} reached its deadline of {self._config.deadline_s:g} s "
+                "(validate.deadline_s); rollouts that had not ended count as failed"
+            )
+        ordered = tuple(records[key] for key in sorted(records))
+        self._check(ordered, version)
+        num_rollouts = len(self._draws) * self._config.num_rollouts
+        metrics = summarise(ordered, self._config, num_rollouts=num_rollouts)
+        return ValidationResult(version=version, metrics=metrics, records=ordered)
+
+    async def aclose(self) -> None:
+        """End running rollouts and the worker; idempotent."""
+        await self._runner.aclose()
+
+    async def _run(
+        self, index: int, draw: Draw, records: dict[tuple[int, int], RolloutRecord]
+    ) -> None:
+        async def on_end(record: RolloutRecord) -> None:
+            records[index, record.member] = record
+
+        await self._runner.run_group(draw, on_end)
+
+    def _check(self, records: Sequence[RolloutRecord], version: PolicyVersion) -> None:
+        """All failed, or tokens of another version: then there is no result to report."""
+        if self._draws and not any(_kept(record) for record in records):
+            first = next((r.failure for r in records if r.failure is not None), None)
+            why = f"; first: {first.error_type}: {first.message}" if first else ""
+            raise RunStoppedError(
+                f"all {len(self._draws) * self._config.num_rollouts} validation rollouts of {version} failed{why}",
+                failure_class=first.failure_class if first else FailureClass.INFRASTRUCTURE,
+            )
+        for record in records:
+            for trajectory in _kept(record):
+                for row in trajectory.rows:
+                    others = [s.version for s in row.versions if s.version != version]
+                    if others and row.version_source != "bounded":
+                        raise InvariantError(
+                            f"validation of {version} drew tokens of {others[0]} in rollout "
+                            f"{record.rollout_id}"
+                        )
+
+
+def summarise(
+    records: Sequence[RolloutRecord], config: ValidateConfig, *, num_rollouts: int
+) -> dict[str, float]:
+    """Metrics of a validation; means are over rollouts, so forks and roles do not weigh more.
+
+    accuracy and reward: over scored rollouts. response_length (tokens) and truncated: over rollouts
+    that ended well. failed, unscored and num_rollouts: counts; a rollout that never began failed. Absent when there is nothing to
+    average.
+    """
+    kept = [trajectories for record in records if (trajectories := _kept(record))]
+    scored = [
+        mean
+        for trajectories in kept
+        if (mean := _mean([t.reward for t in trajectories])) is not None
+    ]
+    judged = [
+        mean
+        for trajectories in kept
+        if (mean := _mean([_judged(t, config.success_part) for t in trajectories])) is not None
+    ]
+    if scored and not judged:
+        parts = sorted({part for group in kept for t in group for part in t.reward_parts})
+        raise ConfigError(
+            f"validate.success_part: no trajectory has a reward part {config.success_part!r}; "
+            f"there are: {', '.join(parts) or 'none'}"
+        )
+    lengths = [float(sum(t.num_response_tokens for t in group)) for group in kept]
+    cut = [float(any(t.status is TrajectoryStatus.TRUNCATED for t in group)) for group in kept]
+    means = {
+        "validation/accuracy": _mean([float(v >= config.success_reward) for v in judged]),
+        "validation/reward": _mean(scored),
+        "validation/response_length": _mean(lengths),
+        "validation/truncated": _mean(cut),
+    }
+    return {
+        **{name: mean for name, mean in means.items() if mean is not None},
+        "validation/failed": float(num_rollouts - len(kept)),
+        "validation/unscored": float(len(kept) - len(scored)),
+        "validation/num_rollouts": float(num_rollouts),
+    }
+
+
+def _kept(record: RolloutRecord) -> list[Trajectory]:
+    return [t for t in record.trajectories if t.trainable]
+
+
+def _judged(trajectory: Trajectory, part: str | None) -> float | None:
+    return trajectory.reward if part is None else trajectory.reward_parts.get(part)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Mean of what is there; None when nothing is."""
+    present = [v for v in values if v is not None]
+    return sum(present) / len(present) if present else None
+
+
+class _ValidationTracker:
+    """The run's tracker without its rollout statistics: validation is outside the ledger, the
+    failure rate and the training metrics."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    @contextmanager
+    def activity(self, kind: str, name: str) -> Iterator[None]:
+        """Shown as validation."""
+        with self._tracker.activity("validation", name):
+            yield
+
+    def observe(self, metric: str, value: float) -> None:
+        """Under validation/."""
+        self._tracker.observe(f"validation/{metric}", value)
+
+    def count(self, metric: str, amount: float = 1.0) -> None:
+        """Under validation/."""
+        self._tracker.count(f"validation/{metric}", amount)
+
+    def rollout_ended(self, record: RolloutRecord) -> None:
+        """Kept by the validator alone."""
+
+    def warn(self, message: str) -> None:
+        """As it is."""
+        self._tracker.warn(message)

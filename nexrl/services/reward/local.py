@@ -1,0 +1,246 @@
+"""LocalRewardService: a user's reward function, called here or in worker processes of its own.
+
+Between a completion and its trajectory. The function is called with the completion text and the
+row's columns as keywords. `async` functions run on the event loop, blocking ones in a thread, or in
+a process that can be killed. Nothing that goes wrong is ever turned into the number 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from nexrl.blocking_pool import BlockingPool
+from nexrl.config.user_code import load_user_object
+from nexrl.errors import (
+    ConfigError,
+    DeadlineError,
+    FailureClass,
+    NexRLError,
+    RewardError,
+    ServiceError,
+    classify,
+    innermost_cause,
+    user_frame,
+)
+from nexrl.services.reward.process_pool import ProcessPool
+from nexrl.services.reward.protocol import RewardResult, RewardService
+from nexrl.services.reward.result import to_result
+from nexrl.services.reward.signature import RewardCall
+from nexrl.types import Completion
+
+Isolation = Literal["thread", "process"]
+
+_KEY = "rollout_worker.reward"
+
+
+def load_reward_service(
+    reference: str,
+    *,
+    recipe_dir: Path,
+    arguments: Mapping[str, Any],
+    isolation: Isolation = "thread",
+    deadline_s: float = 30.0,
+    num_workers: int = 2,
+) -> RewardService:
+    """The service for `path.py:name` or `package.module:name`; ConfigError when it is no function."""
+    function = load_user_object(reference, recipe_dir=recipe_dir, key=_KEY)
+    return make_reward_service(
+        function,
+        contract=contract_of(reference, function),
+        arguments=arguments,
+        isolation=isolation,
+        deadline_s=deadline_s,
+        num_workers=num_workers,
+        reference=reference,
+        recipe_dir=recipe_dir,
+    )
+
+
+def contract_of(reference: str, function: Callable[..., Any]) -> str:
+    """Identity of a reward function: its reference and the hash of its source file."""
+    try:
+        source = Path(inspect.getfile(inspect.unwrap(function))).read_bytes()
+    except (TypeError, OSError):  # a callable object, or one defined in a shell
+        return reference
+    return f"{reference}#{blake2b(source, digest_size=8).hexdigest()}"
+
+
+def make_reward_service(
+    function: Callable[..., Any],
+    *,
+    contract: str,
+    arguments: Mapping[str, Any],
+    isolation: Isolation = "thread",
+    deadline_s: float = 30.0,
+    num_workers: int = 2,
+    reference: str = "",
+    recipe_dir: Path | None = None,
+) -> LocalRewardService:
+    """A reward service for a function. `isolation: process` needs the `reference` by which a worker
+    process can load it."""
+    name = str(getattr(function, "__name__", type(function).__name__))
+    call = RewardCall(function, name=name, arguments=arguments)
+    caller: _Caller
+    if isolation == "process":
+        if not reference:
+            raise ConfigError(
+                "rollout_worker.reward_isolation: process needs the reward as `path.py:name` or "
+                f"`package.module:name`, got the function object {name}"
+            )
+        caller = ProcessPool(
+            reference,
+            name=name,
+            recipe_dir=recipe_dir or Path.cwd(),
+            num_workers=num_workers,
+            deadline_s=deadline_s,
+        )
+    elif _is_async(function) or getattr(function, "runs_at_once", False):
+        caller = _LoopCaller(function, name, deadline_s)
+    else:
+        caller = _ThreadCaller(function, name, deadline_s, num_workers)
+    return LocalRewardService(caller, call, contract)
+
+
+class _Caller(Protocol):
+    """Calls the function somewhere and answers with its checked result."""
+
+    async def call(self, text: str, keywords: dict[str, Any]) -> RewardResult: ...
+
+    async def aclose(self) -> None: ...
+
+
+class LocalRewardService:
+    """RewardService over one function.
+
+    Invariant: a call answers with what the function said, or raises; the completion text and the
+    row are passed on unchanged.
+    """
+
+    def __init__(self, caller: _Caller, call: RewardCall, contract: str) -> None:
+        self._caller = caller
+        self._call = call
+        self._contract = contract
+
+    @property
+    def contract(self) -> str:
+        """See `RewardService.contract`."""
+        return self._contract
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """ConfigError when a row lacks a column that the function needs; calls nothing."""
+        self._call.keywords(row)
+
+    async def score(
+        self, completion_text: str, row: Mapping[str, Any], completion: Completion | None = None
+    ) -> RewardResult:
+        """See `RewardService.score`."""
+        return await self._caller.call(completion_text, self._call.keywords(row))
+
+    async def aclose(self) -> None:
+        """See `RewardService.aclose`."""
+        await self._caller.aclose()
+
+
+class _PastDeadlineError(Exception):
+    """Our own deadline passed, as opposed to a TimeoutError of the function's own."""
+
+
+class _LoopCaller:
+    """Calls on the event loop: `async` functions, and those marked `instant`."""
+
+    def __init__(self, function: Callable[..., Any], name: str, deadline_s: float) -> None:
+        self._function = function
+        self._name = name
+        self._deadline_s = deadline_s
+
+    async def call(self, text: str, keywords: dict[str, Any]) -> RewardResult:
+        try:
+            returned = self._function(text, **keywords)
+            if inspect.isawaitable(returned):
+                returned = await self._awaited(returned)
+        except _PastDeadlineError:
+            raise _past_deadline(self._name, self._deadline_s) from None
+        except (Exception, SystemExit) as error:
+            raise _raised(self._name, error) from error
+        return to_result(returned, self._name)
+
+    async def _awaited(self, awaitable: Awaitable[Any]) -> Any:
+        timer = asyncio.timeout(self._deadline_s)
+        try:
+            async with timer:
+                return await awaitable
+        except TimeoutError:
+            if timer.expired():
+                raise _PastDeadlineError from None
+            raise
+
+    async def aclose(self) -> None:
+        return None
+
+
+class _ThreadCaller:
+    """Calls blocking functions in owned threads; one that hangs keeps its thread for ever."""
+
+    def __init__(
+        self, function: Callable[..., Any], name: str, deadline_s: float, num_threads: int
+    ) -> None:
+        self._function = function
+        self._name = name
+        self._deadline_s = deadline_s
+        self._threads = BlockingPool(num_threads, name=f"reward function {name}")
+        self._turns = asyncio.Semaphore(num_threads)
+
+    async def call(self, text: str, keywords: dict[str, Any]) -> RewardResult:
+        async with self._turns:  # waiting for a turn is not the function's time
+            timer = asyncio.timeout(self._deadline_s)
+            try:
+                async with timer:
+                    returned = await self._threads.run(lambda: self._function(text, **keywords))
+                    if inspect.isawaitable(returned):
+                        returned = await returned
+            except (Exception, SystemExit) as error:
+                if isinstance(error, TimeoutError) and timer.expired():
+                    raise _past_deadline(self._name, self._deadline_s, error.__cause__) from None
+                raise _raised(self._name, error) from error
+        return to_result(returned, self._name)
+
+    async def aclose(self) -> None:
+        await self._threads.aclose()
+
+
+def _raised(name: str, error: BaseException) -> NexRLError:
+    """The error for what a reward function raised: a lost connection to a judge is infrastructure
+    (retried), anything else is the function's own fault. Neither is a score (FR-059, FR-140)."""
+    cause = innermost_cause(error)
+    message = (
+        f"reward function {name} raised {type(cause).__name__}: {cause} at {user_frame(error)}"
+    )
+    if classify(error) is FailureClass.INFRASTRUCTURE:
+        return ServiceError(message, retryable=getattr(error, "retryable", True))
+    return RewardError(message)
+
+
+def _past_deadline(
+    name: str, deadline_s: float, cancellation: BaseException | None = None
+) -> DeadlineError:
+    notes = "; ".join(getattr(cancellation, "__notes__", ()))
+    stuck = (
+        f"; {notes}; its thread stays busy, rollout_worker.reward_isolation: process can end it"
+        if notes
+        else ""
+    )
+    return DeadlineError(
+        f"reward function {name} took longer than {deadline_s:g} s "
+        f"(rollout_worker.reward_deadline_s){stuck}"
+    )
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async
+    )

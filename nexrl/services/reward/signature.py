@@ -1,0 +1,99 @@
+"""Which keywords a reward function is called with: those of the row and of the configuration that
+it accepts, no others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from nexrl.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def instant(function: F) -> F:
+    """Mark a blocking function as so quick that it is called on the event loop, without a thread.
+
+    For pure functions of well under a millisecond; no deadline can interrupt one.
+    """
+    function.runs_at_once = True  # type: ignore[attr-defined]
+    return function
+
+
+class RewardCall:
+    """The arguments of one reward function, decided once from its signature.
+
+    Invariant: the completion text goes to the first positional parameter; each other parameter gets
+    the configured argument of its name, else the row's column of its name, else its default.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, name: str, arguments: Mapping[str, Any]
+    ) -> None:
+        self._name = name
+        self._arguments = dict(arguments)
+        parameters = list(_signature(function, name).parameters.values())
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        takes_text = bool(parameters) and (
+            parameters[0].kind in _POSITIONAL
+            or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
+        )
+        if not takes_text:
+            raise ConfigError(
+                f"rollout_worker.reward: {name} must take the completion text as its first "
+                "positional parameter, for example `def reward(completion, answer)`"
+            )
+        text, *others = parameters
+        keywords = [p for p in others if p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)]
+        self._text_name = text.name if text.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else ""
+        self._takes_any = takes_any
+        self._columns = tuple(p.name for p in keywords if p.name not in self._arguments)
+        self._required = tuple(
+            p.name
+            for p in keywords
+            if p.default is inspect.Parameter.empty and p.name not in self._arguments
+        )
+        names = {p.name for p in keywords}
+        refused = sorted(
+            key
+            for key in self._arguments
+            if key == self._text_name or (key not in names and not takes_any)
+        )
+        if refused:
+            accepted = ", ".join(p.name for p in keywords) or "none"
+            raise ConfigError(
+                f"rollout_worker.reward_arguments.{refused[0]}: {name} has no such keyword; "
+                f"accepted: {accepted}"
+            )
+
+    def keywords(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Keywords for one row; ConfigError lists the row's columns when one is missing."""
+        for required in self._required:
+            if required not in row:
+                columns = ", ".join(sorted(map(str, row))) or "none"
+                raise ConfigError(
+                    f"rollout_worker.reward: {self._name} needs `{required}`, which is neither a "
+                    f"column of the row nor in rollout_worker.reward_arguments; the row has: "
+                    f"{columns}"
+                )
+        if self._takes_any:
+            found = {str(key): value for key, value in row.items() if key != self._text_name}
+        else:
+            found = {key: row[key] for key in self._columns if key in row}
+        if self._arguments:
+            found.update(self._arguments)
+        return found
+
+
+def _signature(function: Callable[..., Any], name: str) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"rollout_worker.reward: the parameters of {name} cannot be read ({error}); wrap it in "
+            "a `def`"
+        ) from error

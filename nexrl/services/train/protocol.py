@@ -40,7 +40,12 @@ class TrainService(Protocol):
         ...
 
     async def forward_backward(
-        self, policy: str, chunk: RowChunk, loss: LossSpec, *, outputs: tuple[str, ...] = ("logprobs",)
+        self,
+        policy: str,
+        chunk: RowChunk,
+        loss: LossSpec,
+        *,
+        outputs: tuple[str, ...] = ("logprobs",),
     ) -> BackwardOutput:
         """Add the gradient of a named loss; returns its sum and the per-token outputs."""
         ...

@@ -1,0 +1,146 @@
+"""Micro-batches: which rows run together, and where each token of theirs lies.
+
+Consumes the row lengths of a chunk; produces index arrays from which the back end gathers. Pure
+numpy. The plan depends on lengths alone, so the same chunk is always cut the same way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nexrl.types import BoolArray, IntArray
+
+Index = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rows laid out as B sequences of L slots; rows never share attention.
+
+    Invariant: entry m says that the hidden state in flat slot `slots[m]` predicts the chunk's
+    token `targets[m]`, the next one of the same row. A row's first token is predicted by nothing,
+    hence never a target; its last token predicts nothing, hence is not laid out at all.
+    """
+
+    token_ids: Index
+    """[B, L] padded with id 0 on the right, where no real token can see it."""
+    position_ids: Index | None
+    """[B, L] restarting at 0 with each row; None when every sequence is one row."""
+    slots: Index
+    """[M] flat position b * L + l of the state that predicts."""
+    targets: Index
+    """[M] position in the chunk of the token that is predicted."""
+
+
+def plan_padded(lengths: IntArray, rows: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
+    """Micro-batches of sequences of one row each; longest first, padding counted.
+
+    A row longer than `max_tokens` runs alone.
+    """
+    batches: list[list[list[int]]] = []
+    for row in _longest_first(lengths, rows):
+        width = int(lengths[batches[-1][0][0]]) if batches else 0
+        if not batches or (len(batches[-1]) + 1) * width > max_tokens:
+            batches.append([])
+        batches[-1].append([row])
+    return batches
+
+
+def plan_packed(lengths: IntArray, rows: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
+    """Micro-batches of sequences filled with several rows each.
+
+    A sequence holds as many tokens as the longest row: attention costs the square of a sequence,
+    so longer ones would waste what packing saves. Best fit, longest rows first.
+    """
+    order = _longest_first(lengths, rows)
+    if not order:
+        return []
+    width = int(lengths[order[0]])
+    sequences: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free slots, sequence), ascending
+    for row in order:
+        length = int(lengths[row])
+        found = bisect_left(room, (length, 0))
+        if found == len(room):
+            sequences.append([])
+            free, index = width, len(sequences) - 1
+        else:
+            free, index = room.pop(found)
+        sequences[index].append(row)
+        insort(room, (free - length, index))
+    per_batch = max(1, max_tokens // width)
+    return [sequences[i : i + per_batch] for i in range(0, len(sequences), per_batch)]
+
+
+def _longest_first(lengths: IntArray, rows: Sequence[int]) -> list[int]:
+    return sorted(rows, key=lambda row: (-int(lengths[row]), row))
+
+
+def micro_batches(
+    token_ids: IntArray,
+    lengths: IntArray,
+    rows: Sequence[int],
+    wanted: BoolArray,
+    *,
+    max_tokens: int,
+    packing: bool,
+) -> Iterator[MicroBatch]:
+    """Lay out the given rows, each of at least two tokens; `wanted` [N] marks those to predict."""
+    num_fed = (lengths - 1).astype(np.int32)
+    plan = (plan_packed if packing else plan_padded)(num_fed, rows, max_tokens)
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    for sequences in plan:
+        yield _lay_out(token_ids, num_fed, offsets, sequences, wanted)
+
+
+def _lay_out(
+    token_ids: IntArray,
+    num_fed: IntArray,
+    offsets: Index,
+    sequences: list[list[int]],
+    wanted: BoolArray,
+) -> MicroBatch:
+    rows = np.array([row for sequence in sequences for row in sequence], np.int64)
+    row_lengths = num_fed[rows].astype(np.int64)
+    sequence_of_row = np.repeat(np.arange(len(sequences)), [len(s) for s in sequences])
+    starts = _starts_within(sequence_of_row, row_lengths)
+    width = int((starts + row_lengths).max())
+
+    first_of_row = np.cumsum(row_lengths) - row_lengths
+    within = np.arange(int(row_lengths.sum())) - np.repeat(first_of_row, row_lengths)
+    sources = np.repeat(offsets[rows], row_lengths) + within
+    slots = np.repeat(sequence_of_row * width + starts, row_lengths) + within
+
+    padded = np.zeros(len(sequences) * width, np.int64)
+    padded[slots] = token_ids[sources]
+    predicted = wanted[sources + 1]
+    shape = (len(sequences), width)
+    return MicroBatch(
+        token_ids=padded.reshape(shape),
+        position_ids=_positions(slots, within, shape) if len(rows) > len(sequences) else None,
+        slots=slots[predicted],
+        targets=sources[predicted] + 1,
+    )
+
+
+def _starts_within(sequence_of_row: Index, row_lengths: Index) -> Index:
+    """Slot at which each row starts inside its sequence."""
+    ends = np.cumsum(row_lengths)
+    first = np.flatnonzero(np.diff(sequence_of_row, prepend=-1))
+    before = np.repeat((ends - row_lengths)[first], np.bincount(sequence_of_row))
+    starts: Index = ends - row_lengths - before
+    return starts
+
+
+def _positions(slots: Index, within: Index, shape: tuple[int, int]) -> Index:
+    """Positions that restart with each row; the padding at the end is one more such run."""
+    positions = np.full(shape[0] * shape[1], -1, np.int64)
+    positions[slots] = within
+    by_sequence = positions.reshape(shape)
+    num_used = np.count_nonzero(by_sequence >= 0, axis=1)
+    after_end = np.arange(shape[1]) - num_used[:, None]
+    return np.where(by_sequence >= 0, by_sequence, after_end)

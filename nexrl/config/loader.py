@@ -97,6 +97,13 @@ def load_run_config(recipe: Path, overrides: Sequence[str] = ()) -> LoadedConfig
     )
 
 
+def settings_alone(overrides: Sequence[str]) -> RunConfig:
+    """Defaults with `key=value` settings and no recipe, for serving one service by itself."""
+    checked = _Checked.of(apply_overrides(Node({}, DEFAULT), parse_overrides(overrides)))
+    raise_problems(checked.problems, recipe="the command line")
+    return checked.require_config()
+
+
 def stage_configs(loaded: LoadedConfig) -> list[StageConfig]:
     """The stages of a run in order; one named `main` when the recipe has none."""
     return list(loaded.stages)

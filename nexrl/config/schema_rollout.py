@@ -137,7 +137,7 @@ class RolloutWorkerConfig(Section):
     num_reward_workers: int = Field(
         2,
         ge=1,
-        description="Threads or processes for blocking reward functions and blocking `step` code.",
+        description="Threads or processes for blocking reward functions; a blocking `step` has threads of its own.",
     )
     sampling: SamplingConfig = Field(
         SamplingConfig(), description="How tokens are drawn in training rollouts."

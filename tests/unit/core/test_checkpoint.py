@@ -22,15 +22,23 @@ from nexrl.types import ModelSpec
 
 def make_manifest(step: int = 1, **changes: object) -> CheckpointManifest:
     manifest = CheckpointManifest(
-        schema=CHECKPOINT_SCHEMA, stage="main", stage_index=0, stage_step=step, global_step=step,
-        stage_done=False, version=f"actor@0.{step}", fingerprint="f", config={}, code_version={},
+        schema=CHECKPOINT_SCHEMA,
+        stage="main",
+        stage_index=0,
+        stage_step=step,
+        global_step=step,
+        stage_done=False,
+        version=f"actor@0.{step}",
+        fingerprint="f",
+        config={},
+        code_version={},
     )
     return dataclasses.replace(manifest, **changes)  # type: ignore[arg-type]
 
 
 async def make_train() -> InstantTrain:
     train = InstantTrain()
-    await train.create(ModelSpec())
+    await train.create(ModelSpec(path="any"))
     return train
 
 

@@ -156,7 +156,12 @@ def test_a_manifest_checksum_sees_every_tensor_property() -> None:
         info = TensorInfo(**{**fields, **changes})  # type: ignore[arg-type]
         return WeightManifest(version=V3, path="x", tensors=(info,), num_bytes=8).checksum
 
-    others = [checksum(name="v"), checksum(shape=(1, 2)), checksum(dtype="BF16"), checksum(checksum="ab")]
+    others = [
+        checksum(name="v"),
+        checksum(shape=(1, 2)),
+        checksum(dtype="BF16"),
+        checksum(checksum="ab"),
+    ]
     assert len({checksum(), *others}) == 5
     assert checksum() == checksum()
 
@@ -164,8 +169,15 @@ def test_a_manifest_checksum_sees_every_tensor_property() -> None:
 def test_ledgers_of_stages_add_up() -> None:
     def ledger(trained: int, reason: str) -> LedgerSnapshot:
         return LedgerSnapshot(
-            admitted=trained + 1, in_flight=0, ready=0, handed_out=0, trained=trained,
-            filtered={}, failed={reason: 1}, stale={}, cancelled={},
+            admitted=trained + 1,
+            in_flight=0,
+            ready=0,
+            handed_out=0,
+            trained=trained,
+            filtered={},
+            failed={reason: 1},
+            stale={},
+            cancelled={},
         )
 
     total = LedgerSnapshot.sum([ledger(2, "a"), ledger(3, "b"), ledger(1, "a")])
@@ -176,8 +188,15 @@ def test_ledgers_of_stages_add_up() -> None:
 
 def test_an_unbalanced_ledger_says_so() -> None:
     broken = LedgerSnapshot(
-        admitted=2, in_flight=0, ready=0, handed_out=0, trained=1,
-        filtered={}, failed={}, stale={}, cancelled={},
+        admitted=2,
+        in_flight=0,
+        ready=0,
+        handed_out=0,
+        trained=1,
+        filtered={},
+        failed={},
+        stale={},
+        cancelled={},
     )
     assert not broken.balanced
 

@@ -1,0 +1,299 @@
+"""The loop on one page as code: admission, rollouts, batches, training, weights, checkpoints.
+
+    loader -> admit -> run_group -> end_rollout -> take -> train_batch -> sync -> activate
+                 ^                                                                  |
+                 +------------------------------------------------------------------+
+
+Wires modules that never import each other, owns the order in which they start and stop, and does
+no arithmetic. Synchronous training is asynchronous training with zero lookahead: there is one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nexrl.activity.activity_tracker import ActivityTracker
+from nexrl.activity.dump import DumpRecorder
+from nexrl.activity.live_view import LiveView
+from nexrl.activity.metric_sink import TRAIN_AXIS, VALIDATION_AXIS, MetricSink
+from nexrl.checkpoint import CHECKPOINT_SCHEMA, CheckpointManifest, CheckpointStore
+from nexrl.config.schema import RunConfig
+from nexrl.data.data_loader import DataLoader
+from nexrl.pool.trajectory_pool import TrajectoryPool
+from nexrl.rollout.runner import RolloutRunner
+from nexrl.rollout.validator import Validator
+from nexrl.services.train.protocol import TrainService
+from nexrl.trainer.trainer import Trainer
+from nexrl.types import Batch, Draw, PolicyVersion, TokenRow
+from nexrl.weight_sync.controller import WeightSyncController
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The modules of one stage, built and ready."""
+
+    name: str
+    """Name in the summary."""
+    index: int
+    """Position, from 0."""
+    config: RunConfig
+    """The whole configuration with the stage's overrides applied."""
+    loader: DataLoader
+    """Draws data items."""
+    runner: RolloutRunner
+    """Turns draws into rollout records."""
+    pool: TrajectoryPool
+    """Admits groups and hands out batches."""
+    trainer: Trainer
+    """Turns batches into gradients."""
+    validator: Validator | None
+    """Evaluates on held-out items; None when validation is off."""
+    checkpoints: CheckpointStore
+    """Where state is kept."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StageResult:
+    """What a stage did, for the summary."""
+
+    name: str
+    """Name of the stage."""
+    steps: int = 0
+    """Batches trained, those before a resume included."""
+    validations: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of each validation, in order."""
+    stopped_early: str = ""
+    """Why it ended before trainer.num_steps; empty when it did not."""
+
+
+class Controller:
+    """Runs stages one after another on the same services.
+
+    Invariant: every batch handed out ends in exactly one publish; version numbers ascend by one;
+    admission for a version opens only after every engine has acknowledged it.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: TrainService,
+        weight_sync: WeightSyncController,
+        tracker: ActivityTracker,
+        sink: MetricSink,
+        version: PolicyVersion,
+        global_step: int = 0,
+        view: LiveView | None = None,
+        recorder: DumpRecorder | None = None,
+        code_version: Mapping[str, Any] | None = None,
+        resolved_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._train_service = train
+        self._weight_sync = weight_sync
+        self._tracker = tracker
+        self._sink = sink
+        self._version = version
+        self._global_step = global_step
+        self._view = view
+        self._recorder = recorder
+        self._code_version = dict(code_version or {})
+        self._resolved_config = dict(resolved_config or {})
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version that engines serve."""
+        return self._version
+
+    @property
+    def global_step(self) -> int:
+        """Batches trained in the run."""
+        return self._global_step
+
+    async def start(self) -> None:
+        """Publish the present weights and make every engine serve them."""
+        with self._tracker.activity("sync", f"start {self._version}"):
+            await self._weight_sync.start(self._version)
+
+    async def run_stage(self, stage: Stage, result: StageResult) -> None:
+        """Train `trainer.num_steps` batches, or until data or the accuracy goal end the stage.
+
+        Fills `result` as it goes, so that it is right also when an error ends the stage.
+        """
+        groups: set[asyncio.Task[None]] = set()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self._tracker.watch(), name="watch")
+                admit = asyncio.Event()
+                admission = tasks.create_task(
+                    self._admit_groups(stage, tasks, groups, admit), name="admission"
+                )
+                await self._train_batches(stage, result, admit)
+                for task in (watch, admission, *groups):
+                    task.cancel()
+        finally:
+            await self._close(stage)
+
+    async def _admit_groups(
+        self,
+        stage: Stage,
+        tasks: asyncio.TaskGroup,
+        groups: set[asyncio.Task[None]],
+        opened: asyncio.Event,
+    ) -> None:
+        """Consumes draws; produces running groups; waits for slots; woken by activation.
+
+        Opens only after the validation before training, so that both never share an engine.
+        """
+        await opened.wait()
+        while (draw := stage.loader.next_draw()) is not None:
+            await stage.pool.admit(draw)
+            task = tasks.create_task(self._run_group(stage, draw), name=f"group {draw.key}")
+            groups.add(task)
+            task.add_done_callback(groups.discard)
+        stage.pool.close_source()
+
+    async def _run_group(self, stage: Stage, draw: Draw) -> None:
+        await stage.runner.run_group(draw, stage.pool.end_rollout)
+
+    async def _train_batches(self, stage: Stage, result: StageResult, admit: asyncio.Event) -> None:
+        """Consumes batches; produces versions; waits for the pool; woken by a full batch."""
+        config = stage.config
+        with self._tracker.activity("setup", f"trainer of {stage.name}"):
+            await stage.trainer.setup()
+        if config.validate_.at_start and result.steps == 0 and await self._reached(stage, result):
+            return
+        admit.set()
+        validated_at = result.steps if result.validations else -1
+        while result.steps < config.trainer.num_steps:
+            batch = await self._take(stage)
+            if batch is None:
+                result.stopped_early = "the data source ended"
+                break
+            await self._train_one(stage, result, batch)
+            every = config.validate_.every_versions
+            if every and result.steps % every == 0:
+                validated_at = result.steps
+                if await self._reached(stage, result):
+                    break
+            if result.steps < config.trainer.num_steps:
+                await self._checkpoint_if_due(stage, result)
+                stage.pool.activate(self._version.number)
+        if config.validate_.at_end and validated_at != result.steps:
+            await self._reached(stage, result)
+        await self._checkpoint(stage, result, done=True)
+
+    async def _take(self, stage: Stage) -> Batch | None:
+        with self._tracker.activity("wait", "trainer waits for rollouts"):
+            return await stage.pool.take(version=self._version.number)
+
+    async def _train_one(self, stage: Stage, result: StageResult, batch: Batch) -> None:
+        """One batch from hand-out to verified weights."""
+        with self._tracker.activity("train", f"batch {batch.batch_id}"):
+            report = await stage.trainer.train_batch(batch)
+        following = self._version.next()
+        with self._tracker.activity("sync", f"version {following}"):
+            sync_metrics = await self._weight_sync.sync(
+                following,
+                probe_rows=_probe_rows(batch, stage.config.weight.num_canary_rows),
+                unchanged=report.unchanged,
+            )
+        stage.pool.mark_trained(batch)
+        stage.loader.mark_consumed(stage.pool.drain_settled())
+        self._tracker.batch_trained(batch)
+        self._version = following
+        self._global_step += 1
+        result.steps += 1
+        metrics = {
+            **report.metrics,
+            **stage.pool.metrics(),
+            **sync_metrics,
+            **self._tracker.flush(),
+        }
+        self._log(TRAIN_AXIS, stage, result, metrics)
+        if self._recorder is not None:
+            self._recorder.begin_step(self._global_step)
+
+    def _log(
+        self, axis: str, stage: Stage, result: StageResult, metrics: Mapping[str, float]
+    ) -> None:
+        self._sink.log(
+            axis,
+            self._global_step,
+            metrics,
+            policy=self._version.policy,
+            version=str(self._version),
+            stage=stage.name,
+        )
+        if self._view is not None:
+            num_steps = stage.config.trainer.num_steps
+            self._view.update(result.steps, metrics, stage=stage.name, num_steps=num_steps)
+
+    async def _reached(self, stage: Stage, result: StageResult) -> bool:
+        """Validate the served version; True when the stage's accuracy goal is met."""
+        if stage.validator is None:
+            return False
+        with self._tracker.activity("validation", f"version {self._version}"):
+            validation = await stage.validator.validate(self._version)
+        result.validations.append(dict(validation.metrics))
+        self._log(VALIDATION_AXIS, stage, result, validation.metrics)
+        goal = stage.config.trainer.stop_at_accuracy
+        accuracy = validation.metrics.get("validation/accuracy", 0.0)
+        if goal is None or accuracy < goal:
+            return False
+        result.stopped_early = (
+            f"validation/accuracy {accuracy:.3f} reached trainer.stop_at_accuracy"
+        )
+        return True
+
+    async def _checkpoint_if_due(self, stage: Stage, result: StageResult) -> None:
+        every = stage.config.trainer.checkpoint.every_steps
+        if every and result.steps % every == 0:
+            await self._checkpoint(stage, result, done=False)
+
+    async def _checkpoint(self, stage: Stage, result: StageResult, *, done: bool) -> Path:
+        manifest = CheckpointManifest(
+            schema=CHECKPOINT_SCHEMA,
+            stage=stage.name,
+            stage_index=stage.index,
+            stage_step=result.steps,
+            global_step=self._global_step,
+            stage_done=done,
+            version=str(self._version),
+            fingerprint=stage.loader.fingerprint,
+            config=self._resolved_config,
+            code_version=self._code_version,
+        )
+        state = {
+            "loader": stage.loader.state_dict(),
+            "pool": stage.pool.state_dict(),
+            "trainer": stage.trainer.state_dict(),
+            "validations": result.validations,
+            "stopped_early": result.stopped_early,
+        }
+        with self._tracker.activity("checkpoint", f"step {self._global_step}"):
+            return await stage.checkpoints.save(
+                manifest,
+                state,
+                self._train_service,
+                frozen_policies=() if done else stage.trainer.frozen_policies,
+            )
+
+    @staticmethod
+    async def _close(stage: Stage) -> None:
+        """Shutdown order: no new rollouts, then the pool with its store, then the trainer."""
+        for part in (stage.runner, stage.validator, stage.pool, stage.trainer):
+            if part is not None:
+                await part.aclose()
+
+
+def _probe_rows(batch: Batch, limit: int) -> list[TokenRow]:
+    """One trained row from each of the first groups."""
+    firsts = (
+        next((r for t in group.trajectories for r in t.rows if r.num_tokens > 1), None)
+        for group in batch.groups
+    )
+    return list(itertools.islice((row for row in firsts if row is not None), limit))

@@ -1,0 +1,153 @@
+"""A service as a supervised child process on loopback.
+
+Consumes a command; produces a port once the child prints its ready line. The child's standard
+input is held open: when this process dies, however it dies, the child sees the end of its input
+and stops, so no orphan is left. Its output goes to a log file whose end is quoted when it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nexrl.errors import DeadlineError, ServiceError
+from nexrl.services.http import PARENT_PIPE_VARIABLE
+
+TOKEN_VARIABLE = "NEXRL_SERVICE_TOKEN"  # noqa: S105 - the variable's name, not a secret
+LOG_LINES_QUOTED = 50
+
+
+class ChildProcess:
+    """One supervised child. Invariant: after `aclose` the process has ended and was reaped."""
+
+    def __init__(self, name: str, *, log: Path, shutdown_deadline_s: float) -> None:
+        self.name = name
+        self.log = log
+        self.token = secrets.token_urlsafe(24)
+        self.port = 0
+        self._shutdown_deadline_s = shutdown_deadline_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @property
+    def url(self) -> str:
+        """Base URL on loopback."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process else None
+
+    async def start(
+        self, command: Sequence[str], *, environment: Mapping[str, str], start_deadline_s: float
+    ) -> None:
+        """Start and wait for the ready line; ServiceError with the log's end when it exits first."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log_file:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log_file,
+                env={
+                    **os.environ,
+                    **environment,
+                    TOKEN_VARIABLE: self.token,
+                    PARENT_PIPE_VARIABLE: "1",
+                },
+                # Ctrl-C in a terminal reaches the whole foreground group: only the controller
+                # decides when a service stops.
+                start_new_session=True,
+            )
+        try:
+            async with asyncio.timeout(start_deadline_s):
+                self.port = await self._read_port()
+        except TimeoutError as error:
+            await self.aclose()
+            raise DeadlineError(
+                f"{self.name} was not ready within {start_deadline_s:g} s; {self._log_end()}"
+            ) from error
+        self._drain = asyncio.create_task(self._drain_output(), name=f"drain {self.name}")
+
+    async def _read_port(self) -> int:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            with contextlib.suppress(ValueError):
+                message = json.loads(line)
+                if isinstance(message, dict) and "ready" in message:
+                    return int(message["port"])
+            self._append_log(line)
+        code = await self._process.wait()
+        raise ServiceError(
+            f"{self.name} ended before it was ready ({describe_exit(code)}); {self._log_end()}",
+            retryable=False,
+        )
+
+    async def _drain_output(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            self._append_log(line)
+
+    def _append_log(self, line: bytes) -> None:
+        with self.log.open("ab") as log_file:
+            log_file.write(line)
+
+    def _log_end(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_QUOTED:]
+        quoted = "\n".join(f"  | {line}" for line in lines) or "  | (empty)"
+        return f"the end of {self.log}:\n{quoted}"
+
+    async def supervise(self) -> None:
+        """Wait for the end; raise ServiceError with exit status and log when nobody asked for it."""
+        assert self._process is not None
+        code = await self._process.wait()
+        if not self._closing:
+            raise ServiceError(
+                f"{self.name} (pid {self._process.pid}) ended by itself: {describe_exit(code)}; "
+                f"{self._log_end()}",
+                retryable=False,
+            )
+
+    async def aclose(self) -> None:
+        """Ask to stop, wait, kill; idempotent."""
+        self._closing = True
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                async with asyncio.timeout(self._shutdown_deadline_s):
+                    await process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        if self._drain is not None:
+            await self._drain
+            self._drain = None
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 3` or `killed by SIGKILL (the system may have been out of memory)`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (the system may have been out of memory)" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"

@@ -1,0 +1,126 @@
+"""Brings up the services a run needs, as its configuration says, and ends them.
+
+`process`: a supervised child on loopback behind HTTP; `in_process`: the same class in our own
+process; a `url`: somebody else's server. The caller sees only the service Protocols.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from nexrl.config.schema import RunConfig
+from nexrl.launch.process import ChildProcess
+from nexrl.services.inference.client import HttpInferenceService
+from nexrl.services.inference.protocol import InferenceService
+from nexrl.services.train.client import HttpTrainService
+from nexrl.services.train.local import make_local_train_service
+from nexrl.services.train.protocol import TrainService
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """The services of a run, and the children behind them."""
+
+    train: TrainService
+    """Where gradients are computed."""
+    inference: InferenceService
+    """Where tokens are drawn."""
+    children: tuple[ChildProcess, ...]
+    """Supervised processes; empty when everything is in process or remote."""
+
+    def log_of(self, name: str) -> Path | None:
+        """The log file of a child by name."""
+        return next((child.log for child in self.children if child.name == name), None)
+
+
+@asynccontextmanager
+async def local_services(
+    config: RunConfig, *, model_folder: Path, logs: Path
+) -> AsyncIterator[Services]:
+    """Services up and answering; on exit all of them have ended, in parallel."""
+    children: list[ChildProcess] = []
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_close_children, children)
+        async with asyncio.TaskGroup() as starting:
+            train_task = starting.create_task(_start_train(config, logs, children))
+            inference_task = starting.create_task(
+                _start_inference(config, model_folder, logs, children)
+            )
+        train, inference = train_task.result(), inference_task.result()
+        stack.push_async_callback(train.aclose)
+        stack.push_async_callback(inference.aclose)
+        yield Services(train=train, inference=inference, children=tuple(children))
+
+
+async def _close_children(children: list[ChildProcess]) -> None:
+    await asyncio.gather(*(child.aclose() for child in children))
+
+
+async def _start_child(
+    name: str,
+    arguments: list[str],
+    config: RunConfig,
+    logs: Path,
+    children: list[ChildProcess],
+    start_deadline_s: float,
+) -> ChildProcess:
+    child = ChildProcess(
+        name, log=logs / f"{name}.log", shutdown_deadline_s=config.launch.shutdown_deadline_s
+    )
+    children.append(child)
+    command = [sys.executable, "-m", f"nexrl.services.{name}.server", *arguments]
+    await child.start(command, environment={}, start_deadline_s=start_deadline_s)
+    return child
+
+
+async def _start_train(config: RunConfig, logs: Path, children: list[ChildProcess]) -> TrainService:
+    service = config.service.train_service
+    if service.url is None and service.placement == "in_process":
+        return await asyncio.to_thread(
+            make_local_train_service, service, deterministic=config.deterministic
+        )
+    url, token = service.url, service.api_key
+    if url is None:
+        arguments = ["--config", service.model_dump_json(exclude={"api_key"})]
+        arguments += ["--deterministic"] if config.deterministic else []
+        child = await _start_child(
+            "train", arguments, config, logs, children, service.start_deadline_s
+        )
+        url, token = child.url, child.token
+    return HttpTrainService(url, token=token, request_deadline_s=service.request_deadline_s)
+
+
+async def _start_inference(
+    config: RunConfig, model_folder: Path, logs: Path, children: list[ChildProcess]
+) -> InferenceService:
+    service = config.service.inference_service
+    if service.url is None and service.placement == "in_process":
+        from nexrl.services.inference.engines.builtin.service import BuiltinInference
+
+        return await asyncio.to_thread(
+            BuiltinInference, model_folder, service, deterministic=config.deterministic
+        )
+    url, token = service.url, service.api_key
+    if url is None:
+        settings = {
+            "model_folder": str(model_folder),
+            "deterministic": config.deterministic,
+            "service": service.model_dump(mode="json", exclude={"api_key"}),
+        }
+        child = await _start_child(
+            "inference", [json.dumps(settings)], config, logs, children, service.start_deadline_s
+        )
+        url, token = child.url, child.token
+    return HttpInferenceService(
+        url,
+        model=service.model,
+        token=token,
+        request_deadline_s=service.request_deadline_s,
+        connect_deadline_s=service.connect_deadline_s,
+    )

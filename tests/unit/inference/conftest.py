@@ -1,0 +1,49 @@
+"""A micro model, and the builtin engine served over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from nexrl.services.inference.client import HttpInferenceService
+from nexrl.services.inference.engines.builtin.service import BuiltinInference
+from nexrl.services.inference.server import make_inference_app
+from nexrl.testing.tiny_models import make_micro_model
+
+TOKEN = "secret"
+Serve = Callable[[BuiltinInference], AbstractAsyncContextManager[HttpInferenceService]]
+
+
+@pytest.fixture(scope="session")
+def micro_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_micro_model(tmp_path_factory.mktemp("micro"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    return make_micro_model(folder, seed=0, vocab="chat", chat_template=True, max_positions=128)
+
+
+@asynccontextmanager
+async def _serve(builtin: BuiltinInference) -> AsyncIterator[HttpInferenceService]:
+    app = make_inference_app(builtin, model="actor", token=TOKEN)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = HttpInferenceService(f"http://127.0.0.1:{runner.addresses[0][1]}", token=TOKEN)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+        await runner.cleanup()
+
+
+@pytest.fixture
+def serve() -> Serve:
+    """Serve an engine over HTTP; gives our client of it."""
+    return _serve

@@ -1,0 +1,112 @@
+"""Children are supervised, quoted when they fail, and never orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from nexrl.errors import DeadlineError, ServiceError
+from nexrl.launch.process import ChildProcess, describe_exit
+
+SERVER = textwrap.dedent(
+    """
+    import asyncio
+    from nexrl.services.http import bind, make_app, serve
+    asyncio.run(serve(make_app(), bind("127.0.0.1", 0, token=None, setting="port"), name="fake"))
+    """
+)
+
+
+def make_child(tmp_path: Path) -> ChildProcess:
+    return ChildProcess("fake", log=tmp_path / "fake.log", shutdown_deadline_s=5.0)
+
+
+async def start(child: ChildProcess, code: str, deadline_s: float = 30.0) -> None:
+    await child.start([sys.executable, "-c", code], environment={}, start_deadline_s=deadline_s)
+
+
+async def test_the_system_chooses_the_port_and_close_ends_the_process(tmp_path: Path) -> None:
+    child = make_child(tmp_path)
+    await start(child, SERVER)
+    pid = child.pid
+    assert child.port > 0
+    assert pid is not None
+    await child.aclose()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_child_that_ends_before_it_is_ready_is_quoted(tmp_path: Path) -> None:
+    """FR-164: the last lines of the failing component are on the screen."""
+    child = make_child(tmp_path)
+    with pytest.raises(ServiceError, match=r"(?s)exit code 3.*no such model"):
+        await start(child, "import sys; print('no such model', file=sys.stderr); sys.exit(3)")
+
+
+async def test_a_child_that_never_gets_ready_meets_its_deadline(tmp_path: Path) -> None:
+    child = make_child(tmp_path)
+    with pytest.raises(DeadlineError, match=r"not ready within 0\.5 s"):
+        await start(child, "import sys; sys.stdin.read()", deadline_s=0.5)
+
+
+async def test_a_child_that_is_killed_ends_supervision_with_its_signal(tmp_path: Path) -> None:
+    """FR-167: component, exit signal and log are named."""
+    child = make_child(tmp_path)
+    await start(child, SERVER)
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(ServiceError, match="fake.*killed by SIGKILL"):
+        async with asyncio.timeout(10):
+            await child.supervise()
+    await child.aclose()
+
+
+async def test_a_child_we_close_does_not_count_as_a_failure(tmp_path: Path) -> None:
+    child = make_child(tmp_path)
+    await start(child, SERVER)
+    supervision = asyncio.create_task(child.supervise())
+    await asyncio.sleep(0)
+    await child.aclose()
+    async with asyncio.timeout(10):
+        await supervision
+
+
+def test_a_child_does_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    launcher = textwrap.dedent(
+        f"""
+        import asyncio, os, signal, sys
+        from pathlib import Path
+        from nexrl.launch.process import ChildProcess
+        async def main():
+            child = ChildProcess("fake", log=Path({str(tmp_path / "x.log")!r}), shutdown_deadline_s=5)
+            await child.start([sys.executable, "-c", {SERVER!r}], environment={{}}, start_deadline_s=30)
+            print(child.pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        asyncio.run(main())
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", launcher], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    wait_for_end(int(done.stdout))
+
+
+def wait_for_end(pid: int) -> None:
+    """Blocks until a process that is not our child has ended; TimeoutExpired after ten seconds."""
+    subprocess.run(["tail", "--pid", str(pid), "-f", "/dev/null"], timeout=10, check=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(0, "exit code 0"), (-11, "killed by SIGSEGV"), (-9, "out of memory"), (-250, "signal 250")],
+)
+def test_exit_codes_are_put_in_words(code: int, text: str) -> None:
+    assert text in describe_exit(code)

@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--model", help="Hugging Face folder; default: the 0.86M tiny model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, help="CPU threads of both; default: each its best")
-    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--longest", type=int, default=200, help="tokens of the longest answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compare", action="store_true")

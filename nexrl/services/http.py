@@ -34,6 +34,7 @@ from nexrl.errors import (
 )
 
 MAX_BODY_BYTES = 1 << 30
+_MANY_FILES = 65_536
 PARENT_PIPE_VARIABLE = "NEXRL_PARENT_PIPE"
 """Set to 1 by a launcher that holds our standard input: when it goes away, so do we."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -108,7 +109,24 @@ def bind(host: str, port: int, *, token: str | None, setting: str) -> socket.soc
             f"{setting}: cannot listen on {host}:{port}: {error.strerror} (0 lets the system choose a port)"
         ) from error
     sock.listen(1024)
+    allow_many_connections()
     return sock
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files to what the system permits.
+
+    The usual default of 1,024 is below the connections of 1,024 concurrent rollouts (FR-148).
+    """
+    try:
+        import resource
+    except ImportError:
+        return  # not a Unix: there is no such limit
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else _MANY_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a container may forbid it: keep what is
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def serve(app: web.Application, sock: socket.socket, *, name: str) -> None:
@@ -169,6 +187,7 @@ class HttpClient:
     def _get_session(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+            allow_many_connections()
             # limit=0: as many connections as rollouts run at once; a pool of 100 starves them (FR-148).
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),

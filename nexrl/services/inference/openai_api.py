@@ -7,7 +7,7 @@ a setting that is silently ignored would change what is sampled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -51,6 +51,7 @@ _HARMLESS = frozenset(
         "request_id",
     }
 )
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 R = TypeVar("R", bound="GenerationRequest")
 
 
@@ -74,7 +75,7 @@ class GenerationRequest(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[TokenId] = []
     seed: int | None = None
     seeds: list[int] | None = None
     stream: bool = False
@@ -106,7 +107,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     max_tokens: int | None = Field(DEFAULT_COMPLETION_TOKENS, ge=1)
     logprobs: int | None = Field(None, ge=0, le=1)
     add_special_tokens: bool = True

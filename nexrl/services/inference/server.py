@@ -43,7 +43,15 @@ from nexrl.services.inference.openai_api import (
     wire_finish_reason,
 )
 from nexrl.services.inference.streaming import stream_chunks
-from nexrl.types import Completion, IntArray, PolicyVersion, Prompt, RowChunk, WeightManifest
+from nexrl.types import (
+    Completion,
+    IntArray,
+    PolicyVersion,
+    Prompt,
+    RowChunk,
+    Sampling,
+    WeightManifest,
+)
 from nexrl.wire import from_plain, pack, to_plain, unpack
 
 if TYPE_CHECKING:
@@ -146,14 +154,7 @@ class InferenceServer:
                     self._inference, asked, prompts[0], sampling, head=self._head(chat, stream=True)
                 )
                 return await _send_events(request, chunks)
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        self._inference.generate(Prompt(token_ids=p), sampling=sampling, n=asked.n)
-                    )
-                    for p in prompts
-                ]
-        completions = [c for task in tasks for c in task.result()]
+            completions = await self._draw_all(prompts, sampling, asked.n)
         body: dict[str, Any] = self._head(chat, stream=False)
         body["choices"] = [self._choice(asked, c, i, chat) for i, c in enumerate(completions)]
         body["usage"] = usage(
@@ -162,6 +163,22 @@ class InferenceServer:
         if asked.return_token_ids and chat:
             body["prompt_token_ids"] = prompts[0].tolist()
         return web.json_response(body)
+
+    async def _draw_all(
+        self, prompts: list[IntArray], sampling: Sampling, n: int
+    ) -> list[Completion]:
+        """The choices of the first prompt, then those of the next; the first error wins."""
+        tasks = [
+            asyncio.create_task(
+                self._inference.generate(Prompt(token_ids=prompt), sampling=sampling, n=n)
+            )
+            for prompt in prompts
+        ]
+        try:
+            return [c for completions in await asyncio.gather(*tasks) for c in completions]
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _choice(
         self, asked: CompletionRequest | ChatRequest, completion: Completion, index: int, chat: bool

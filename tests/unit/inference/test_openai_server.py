@@ -182,6 +182,8 @@ async def test_stop_reasons_tell_a_stop_token_from_an_end(served: Served) -> Non
         ({"seeds": [1, 2, 3]}, "seeds has 3 entries for n = 1"),
         ({"prompt": []}, "empty"),
         ({"prompt": [99999]}, "token ids must lie in"),
+        ({"prompt": [-1]}, "greater than or equal to 0"),
+        ({"prompt": [1 << 70]}, "less than 2147483648"),
     ],
 )
 async def test_a_field_that_would_be_ignored_is_refused_by_name(

@@ -47,6 +47,9 @@ from nexrl.types import (
     WeightManifest,
 )
 
+_PATIENCE_TURNS = 3
+_FEW = 4
+
 T = TypeVar("T")
 Ending = tuple[FinishReason, int | str | None]
 
@@ -97,6 +100,7 @@ class Engine:
         self._active: PolicyVersion = version
         self._loaded: PolicyVersion | None = version
         self._failure: str | None = None
+        self._turns_waited = 0
         self.counts = EngineCounts()
         self._inbox: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
@@ -243,7 +247,8 @@ class Engine:
     def _turn(self) -> None:
         """Start waiting choices if there is room, then draw one token for every running one."""
         batch = self._batch
-        if self._waiting and batch.room:
+        if self._is_time_to_start():
+            self._turns_waited = 0
             prefill = next_prefill(self._waiting, batch.room)
             first = batch.size
             for choice in prefill.choices:
@@ -256,6 +261,15 @@ class Engine:
             batch.lengths[: batch.size] += 1
             self.counts.steps += 1
             self._note(0, draws)
+
+    def _is_time_to_start(self) -> bool:
+        """A few newcomers beside many running ones wait some turns for company: their prefill
+        holds everybody up and costs hardly more for several prompts than for one."""
+        if not self._waiting or not self._batch.room:
+            return False
+        self._turns_waited += 1
+        few = _FEW * len(self._waiting) < self._batch.size
+        return not few or self._turns_waited > _PATIENCE_TURNS
 
     def _note(self, first: int, draws: Draws) -> None:
         """Record the tokens drawn for rows from `first` on and let finished rows leave."""

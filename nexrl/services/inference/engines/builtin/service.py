@@ -188,7 +188,7 @@ class BuiltinInference:
     ) -> Request:
         self._check_policy(policy)
         check_sampling(sampling)
-        ids = np.ascontiguousarray(prompt, np.int32)
+        ids = np.asarray(prompt)
         if not len(ids):
             raise ConfigError("the prompt is empty: at least one token is needed")
         if int(ids.min()) < 0 or int(ids.max()) >= self._runner.vocab_size:
@@ -200,7 +200,10 @@ class BuiltinInference:
                 f"the prompt has {len(ids)} tokens, the context {self._runner.max_context}: no room to draw"
             )
         return Request(
-            prompt=ids, sampling=sampling, seeds=choice_seeds(sampling, n), streamed=streamed
+            prompt=np.ascontiguousarray(ids, np.int32),
+            sampling=sampling,
+            seeds=choice_seeds(sampling, n),
+            streamed=streamed,
         )
 
     def _check_policy(self, policy: str) -> None:

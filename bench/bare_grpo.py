@@ -66,9 +66,6 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        for p in self.parameters():
-            if p.ndim == 2:
-                nn.init.normal_(p, std=0.08)
 
     def forward(self, ids, valid, caches=None):
         """valid: [B, keys so far]; ids are the last columns of the keys."""

@@ -21,6 +21,8 @@ from nexrl.services.http import PARENT_PIPE_VARIABLE
 
 TOKEN_VARIABLE = "NEXRL_SERVICE_TOKEN"  # noqa: S105 - the variable's name, not a secret
 LOG_LINES_QUOTED = 50
+THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+"""Threads of one service that spin at a barrier take the core that another service needs."""
 
 
 class ChildProcess:
@@ -58,6 +60,7 @@ class ChildProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log_file,
                 env={
+                    **THREAD_ENVIRONMENT,
                     **os.environ,
                     **environment,
                     TOKEN_VARIABLE: self.token,

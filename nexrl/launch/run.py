@@ -8,6 +8,7 @@ the first cause of a failure is the last thing printed.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ from nexrl.config.schema import RunConfig
 from nexrl.controller import Controller, Stage, StageResult
 from nexrl.errors import ConfigError
 from nexrl.launch.model_folder import resolve_model_folder
+from nexrl.launch.process import THREAD_ENVIRONMENT
 from nexrl.launch.services import Services, local_services
 from nexrl.launch.stage import StageSurroundings, build_stage
 from nexrl.pool.trajectory_store import TrajectoryStore
@@ -50,6 +52,11 @@ EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 def launch(recipe: Path, overrides: Sequence[str] = (), *, resume: str | None = None) -> int:
     """Run a recipe to its end; returns the exit code. ConfigError before anything has started."""
+    for name, value in THREAD_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Thousands of live records a second: the default thresholds spend a fifth of the loop on
+    # collections that find nothing.
+    gc.set_threshold(50_000, 50, 100)
     extra = [] if resume is None else [f"resume={json.dumps(resume)}"]
     loaded = load_run_config(recipe, [*overrides, *extra])
     folder, checkpoint = _open_run_folder(loaded.config)

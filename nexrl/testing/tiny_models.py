@@ -35,9 +35,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-INITIAL_STD = 0.08
-"""About 1 / sqrt(128): at the usual 0.02 a model this narrow takes several times as many steps to learn."""
-
 
 def make_tiny_model(
     folder: Path | str,
@@ -86,7 +83,6 @@ def make_tiny_model(
         "head_dim": hidden // heads,
         "hidden_act": "silu",
         "max_position_embeddings": max_positions,
-        "initializer_range": INITIAL_STD,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,
@@ -173,11 +169,17 @@ def _tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _initial_tensor(name: str, shape: tuple[int, ...], seed: int) -> FloatArray:
-    """Ones for norms, else normal; each tensor has a stream of its own, named after it."""
+    """PyTorch's own defaults: ones for norms, a unit normal for embeddings, else uniform within
+    1 / sqrt(fan-in). A small model learns far faster from these than from one small deviation for
+    all. Each tensor has a stream of its own, named after it.
+    """
     if len(shape) == 1:
         return np.ones(shape, np.float32)
     generator = np.random.default_rng(derive_seed(seed, "initial weights", name))
-    return (generator.standard_normal(shape, dtype=np.float32) * INITIAL_STD).astype(np.float32)
+    if name == "model.embed_tokens.weight":
+        return generator.standard_normal(shape, dtype=np.float32)
+    bound = shape[1] ** -0.5
+    return generator.uniform(-bound, bound, shape).astype(np.float32)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from nexrl.controller import Controller, StageResult
 from nexrl.launch.stage import StageSurroundings, build_stage
 from nexrl.pool.trajectory_store import TrajectoryStore
 from nexrl.rendering.renderer import load_renderer
+from nexrl.services.reward.signature import instant
 from nexrl.testing.instant_inference import InstantInference
 from nexrl.testing.instant_train import InstantTrain
 from nexrl.testing.tiny_models import make_micro_model
@@ -38,7 +39,8 @@ def items() -> list[dict[str, str]]:
     return [{"prompt": f"{i % 100}+{i // 100}="} for i in range(10_000)]
 
 
-async def reward(completion: str, **_: Any) -> float:
+@instant
+def reward(completion: str) -> float:
     """Answers at once, and differs between siblings."""
     return float(len(completion) % 2)
 
@@ -62,12 +64,15 @@ def settings(batch: int, batches: int, concurrency: int, model: Path, store: boo
     }
 
 
+def write_recipe(folder: Path, model: Path, concurrency: int, args: argparse.Namespace) -> Path:
+    folder.mkdir()
+    recipe = settings(args.batch, args.batches, concurrency, model, not args.no_store)
+    (folder / "rl_train.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
 async def run_once(folder: Path, model: Path, concurrency: int, args: argparse.Namespace) -> dict[str, float]:
     """One stage of `batches` batches; the rate leaves out the first two."""
-    folder.mkdir()
-    (folder / "rl_train.yaml").write_text(
-        json.dumps(settings(args.batch, args.batches, concurrency, model, not args.no_store))
-    )
     loaded = load_run_config(folder)
     loop = asyncio.get_running_loop()
     tracker = ActivityTracker(loaded.config.runtime_monitor)
@@ -120,7 +125,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         model = make_micro_model(Path(name) / "model")
         for concurrency in map(int, args.concurrency.split(",")):
-            result = asyncio.run(run_once(Path(name) / f"c{concurrency}", model, concurrency, args))
+            folder = write_recipe(Path(name) / f"c{concurrency}", model, concurrency, args)
+            result = asyncio.run(run_once(folder, model, concurrency, args))
             results.append(result)
             if not args.json:
                 print(result, flush=True)

@@ -11,13 +11,13 @@ The folder is written under a temporary name and renamed last, so what is visibl
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nexrl.atomic import atomic_folder
 from nexrl.errors import InvariantError
 from nexrl.services.train.protocol import TrainService
 from nexrl.types import ModelSpec, PolicyVersion
@@ -75,16 +75,11 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint and drop the oldest beyond `keep_last`; returns its folder."""
         target = self.folder / f"{_PREFIX}{manifest.global_step:08d}-{manifest.stage_index}"
-        draft = self.folder / f".{target.name}.part"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        for policy in (manifest.policy_version.policy, *frozen_policies):
-            await train.save_state(policy, train_folder(draft, policy))
-        _write_synced(draft / "state.msgpack", pack(state))
-        _write_synced(draft / "manifest.json", json.dumps(asdict(manifest), indent=1).encode())
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(draft, target)
-        _sync_folder(self.folder)
+        with atomic_folder(target, durable=True) as draft:
+            for policy in (manifest.policy_version.policy, *frozen_policies):
+                await train.save_state(policy, train_folder(draft, policy))
+            (draft / "state.msgpack").write_bytes(pack(state))
+            (draft / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1))
         for old in self.list()[: -self._keep_last]:
             shutil.rmtree(old)
         return target
@@ -144,18 +139,3 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str
         elif a != b:
             differences.append(f"{where}: {a!r} -> {b!r}")
     return differences
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

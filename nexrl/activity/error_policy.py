@@ -79,9 +79,10 @@ class ErrorPolicy:
         return self._judge_rate()
 
     def _slide(self, failed: bool) -> None:
-        if len(self._window) == self._window.maxlen:
-            self.num_failed_in_window -= self._window[0]
-        self._window.append(failed)
+        window = self._window
+        if len(window) == self._config.failure_window:
+            self.num_failed_in_window -= window[0]
+        window.append(failed)
         self.num_failed_in_window += failed
 
     def _note(self, failure: Failure, rollout_id: str) -> FailureKind:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nexrl.activity.atomic_file import finite
+from nexrl.atomic import finite
 from nexrl.errors import StoreError
 from nexrl.types import DEFAULT_POLICY
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from nexrl.errors import ConfigError, NexRLError
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
+EXIT_INTERRUPTED = 130
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -130,8 +132,17 @@ def _add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; the first cause of a failure is the last thing printed."""
-    parser = make_parser()
-    args = parser.parse_args(arguments)
+    args = make_parser().parse_args(arguments)
+    code = _run(args)
+    if arguments is None and code == EXIT_INTERRUPTED:
+        # We are the program: user code that still blocks in a thread must not hold up its end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(args: argparse.Namespace) -> int:
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)
@@ -141,6 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NexRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:  # before a run has its own handler
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_FAILED

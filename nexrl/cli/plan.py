@@ -1,21 +1,23 @@
 """`nexrl plan`: looks at the recipe's rows, code, model folder and machine, and prints the plan.
 
-The glue between `nexrl.config.plan`, which knows units and words, and the modules that know how to
-read a row, render a prompt or score an answer. No weights are loaded and nothing is started.
+`plan_probe.py` and `plan_machine.py` look, `plan_text.py` finds the units and words. No weights are
+loaded and nothing is started.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nexrl.cli.plan_machine import inspect_machine
 from nexrl.cli.plan_probe import RecipeProbe
+from nexrl.cli.plan_text import build_plan, render_plan
 from nexrl.config.loader import LoadedConfig, load_run_config
-from nexrl.config.plan import build_plan, render_plan
 from nexrl.config.redact import REDACTED, is_secret_key, redact_text
 from nexrl.errors import ConfigError
 
@@ -31,7 +33,14 @@ def run_plan(recipe: Path, overrides: Sequence[str], *, provenance: bool) -> int
         print(f"configuration error: {error}", file=sys.stderr)
         return EXIT_CONFIGURATION
     with tempfile.TemporaryDirectory(prefix="nexrl-plan-") as folder:
-        plan = build_plan(loaded, RecipeProbe(loaded, scratch=Path(folder)))
+        probe = RecipeProbe(loaded, scratch=Path(folder))
+        plan = build_plan(
+            loaded,
+            [probe.inspect_stage(stage) for stage in loaded.stages],
+            machine=[*probe.startup, *inspect_machine(loaded)],
+            model=probe.size,
+            machine_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        )
     text = render_plan(plan)
     if provenance:
         text += "\n\n" + render_provenance(loaded)

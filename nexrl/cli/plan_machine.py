@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from nexrl.cli.plan_text import Finding
 from nexrl.config.loader import LoadedConfig
-from nexrl.config.plan import Finding
 from nexrl.config.schema import RunConfig
 
 _ENDPOINT_DEADLINE_S = 2.0

@@ -9,17 +9,14 @@ import asyncio
 import inspect
 import json
 import math
-import os
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nexrl.cli.plan_machine import inspect_machine
-from nexrl.config.loader import LoadedConfig, StageConfig
-from nexrl.config.memory_estimate import ModelSize, model_size
-from nexrl.config.plan import (
+from nexrl.cli.memory_estimate import ModelSize, model_size
+from nexrl.cli.plan_text import (
     ROWS_READ,
     Finding,
     Inspection,
@@ -27,6 +24,7 @@ from nexrl.config.plan import (
     Severity,
     SourceSample,
 )
+from nexrl.config.loader import LoadedConfig, StageConfig
 from nexrl.config.rules import CONSTANT_REWARD, source_name
 from nexrl.config.schema import RunConfig, SourceConfig
 from nexrl.config.user_code import load_user_object
@@ -67,7 +65,7 @@ class _Reported:
 
 
 class RecipeProbe:
-    """A `nexrl.config.plan.PlanProbe` over the real modules.
+    """Looks at a recipe through the real modules.
 
     Invariant: errors that NexRL raises on purpose become findings; nothing is started or written
     outside `scratch`.
@@ -79,11 +77,11 @@ class RecipeProbe:
         self._findings: list[Finding] = []
         self._folder = self._find_model_folder()
         self._renderer = self._load_renderer()
-        self._size = self._read_size()
-        self._startup, self._findings = self._findings, []
+        self.size = self._read_size()
+        self.startup, self._findings = self._findings, []
 
     def inspect_stage(self, stage: StageConfig) -> Inspection:
-        """See `PlanProbe.inspect_stage`."""
+        """Rows, prompts and user code of one stage."""
         self._findings = []
         config = stage.config
         self._check_code(config)
@@ -105,18 +103,6 @@ class RecipeProbe:
             scorer=_scorer_words(config),
             findings=tuple(self._findings),
         )
-
-    def inspect_machine(self) -> list[Finding]:
-        """See `PlanProbe.inspect_machine`."""
-        return [*self._startup, *inspect_machine(self._loaded)]
-
-    def model(self) -> ModelSize | None:
-        """See `PlanProbe.model`."""
-        return self._size
-
-    def memory_bytes(self) -> int:
-        """See `PlanProbe.memory_bytes`."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def _reported(self) -> _Reported:
         """A mistake of the recipe inside becomes a problem of the plan."""

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from nexrl.config.fields import wants_text
 from nexrl.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, merge, read_yaml
-from nexrl.config.overrides import Override, apply_overrides, parse_overrides
+from nexrl.config.overrides import apply_overrides, parse_overrides
 from nexrl.config.problems import raise_problems, schema_problems
-from nexrl.config.redact import redact, secret_values
+from nexrl.config.redact import secret_values
 from nexrl.config.references import resolve_references
 from nexrl.config.rules import rule_problems
 from nexrl.config.schema import RunConfig
@@ -74,9 +73,10 @@ def load_run_config(recipe: Path, overrides: Sequence[str] = ()) -> LoadedConfig
     tree = apply_overrides(_read_with_defaults(path.resolve(), recipe_dir, ()), settings)
 
     whole = _Checked.of(tree)
-    problems = list(whole.problems)
+    trees, wrong = split_stages(tree, whole.tree, settings)
+    problems = [*whole.problems, *wrong]
     stages = []
-    for name, stage_tree in _stage_trees(tree, whole.tree, settings, problems):
+    for name, stage_tree in trees or [(MAIN_STAGE, tree)]:
         stage = _Checked.of(stage_tree)
         found = list(stage.problems) or rule_problems(stage.require_config(), stage.tree.origins())
         prefix = "" if name == MAIN_STAGE else f"stage {name}: "
@@ -102,20 +102,6 @@ def settings_alone(overrides: Sequence[str]) -> RunConfig:
     checked = _Checked.of(apply_overrides(Node({}, DEFAULT), parse_overrides(overrides)))
     raise_problems(checked.problems, recipe="the command line")
     return checked.require_config()
-
-
-def stage_configs(loaded: LoadedConfig) -> list[StageConfig]:
-    """The stages of a run in order; one named `main` when the recipe has none."""
-    return list(loaded.stages)
-
-
-def dump_resolved(loaded: LoadedConfig) -> str:
-    """The whole configuration as YAML, defaults included and secrets redacted."""
-    config = json.loads(loaded.config.model_dump_json(by_alias=True))
-    text: str = yaml.safe_dump(
-        redact(config, secrets=loaded.secrets), sort_keys=False, allow_unicode=True
-    )
-    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +189,6 @@ def _default_entries(node: Node | None) -> list[Node]:
 
 def _display(path: Path, recipe_dir: Path) -> str:
     return os.path.relpath(path, recipe_dir)
-
-
-def _stage_trees(
-    tree: Node, resolved: Node, settings: Sequence[Override], problems: list[str]
-) -> list[tuple[str, Node]]:
-    """Name and unresolved tree of every stage; references are resolved within the stage."""
-    split = split_stages(tree, resolved, settings)
-    problems += split.problems
-    return [(MAIN_STAGE, tree)] if split.absent else list(split.stages)
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[KeyPath]:

@@ -35,24 +35,7 @@ _SECRET_WORDS = frozenset(
 _SECRET_KEYS = frozenset({"api", "access", "private", "secret"})
 """Words that make a following `key` or `keys` secret."""
 _TEXT_TOKENS = frozenset(
-    [
-        "eos",
-        "bos",
-        "pad",
-        "unk",
-        "mask",
-        "sep",
-        "cls",
-        "stop",
-        "per",
-        "next",
-        "last",
-        "first",
-        "new",
-        "end",
-        "start",
-        "image",
-    ]
+    "eos bos pad unk mask sep cls stop per next last first new end start image".split()  # noqa: SIM905 - as above
 )
 """Words that make a following `token` a token of text, of which this field is full."""
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]*(?=@)|(?<=://)[^\s/@:]+(?=@)")

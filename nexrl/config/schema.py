@@ -2,7 +2,8 @@
 
 Names carry units; a field's description is the sentence that the configuration reference prints.
 Cross-field rules live in `rules.py`; YAML, inheritance and overrides in `loader.py`. The groups of
-settings are in `schema_rollout.py`, `schema_trainer.py` and `schema_service.py`; import all from here.
+settings are in `schema_rollout.py`, `schema_trainer.py` and `schema_service.py`; import all from here (`as` says
+so to the type checker).
 """
 
 from __future__ import annotations
@@ -12,64 +13,66 @@ from typing import Any, Literal
 from pydantic import Field
 
 from nexrl.config.schema_rollout import (
-    DataConfig,
-    DynamicSamplingConfig,
-    FailurePolicyConfig,
-    RolloutWorkerConfig,
-    SamplingConfig,
-    SourceConfig,
-    StoreConfig,
-    TrajectoryPoolConfig,
+    DataConfig as DataConfig,
+)
+from nexrl.config.schema_rollout import (
+    DynamicSamplingConfig as DynamicSamplingConfig,
+)
+from nexrl.config.schema_rollout import (
+    FailurePolicyConfig as FailurePolicyConfig,
+)
+from nexrl.config.schema_rollout import (
+    RolloutWorkerConfig as RolloutWorkerConfig,
+)
+from nexrl.config.schema_rollout import (
+    SamplingConfig as SamplingConfig,
+)
+from nexrl.config.schema_rollout import (
+    SourceConfig as SourceConfig,
+)
+from nexrl.config.schema_rollout import (
+    StoreConfig as StoreConfig,
+)
+from nexrl.config.schema_rollout import (
+    TrajectoryPoolConfig as TrajectoryPoolConfig,
 )
 from nexrl.config.schema_service import (
-    InferenceServiceConfig,
-    ServiceConfig,
-    TrainServiceConfig,
+    InferenceServiceConfig as InferenceServiceConfig,
+)
+from nexrl.config.schema_service import (
+    ServiceConfig as ServiceConfig,
+)
+from nexrl.config.schema_service import (
+    TrainServiceConfig as TrainServiceConfig,
 )
 from nexrl.config.schema_trainer import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    KLConfig,
-    LossConfig,
-    OptimizerConfig,
-    TrainerConfig,
-    ValidateConfig,
-    ValidationSamplingConfig,
-    WeightConfig,
+    AlgorithmConfig as AlgorithmConfig,
 )
-from nexrl.config.section import (
-    Section,
+from nexrl.config.schema_trainer import (
+    CheckpointConfig as CheckpointConfig,
 )
-
-__all__ = [
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "DebugConfig",
-    "DumpConfig",
-    "DynamicSamplingConfig",
-    "ExceptionHandlingConfig",
-    "FailurePolicyConfig",
-    "InferenceServiceConfig",
-    "KLConfig",
-    "LaunchConfig",
-    "LossConfig",
-    "OptimizerConfig",
-    "RolloutWorkerConfig",
-    "RunConfig",
-    "RuntimeMonitorConfig",
-    "SamplingConfig",
-    "Section",
-    "ServiceConfig",
-    "SourceConfig",
-    "StoreConfig",
-    "TrainServiceConfig",
-    "TrainerConfig",
-    "TrajectoryPoolConfig",
-    "ValidateConfig",
-    "ValidationSamplingConfig",
-    "WeightConfig",
-]
+from nexrl.config.schema_trainer import (
+    KLConfig as KLConfig,
+)
+from nexrl.config.schema_trainer import (
+    LossConfig as LossConfig,
+)
+from nexrl.config.schema_trainer import (
+    OptimizerConfig as OptimizerConfig,
+)
+from nexrl.config.schema_trainer import (
+    TrainerConfig as TrainerConfig,
+)
+from nexrl.config.schema_trainer import (
+    ValidateConfig as ValidateConfig,
+)
+from nexrl.config.schema_trainer import (
+    ValidationSamplingConfig as ValidationSamplingConfig,
+)
+from nexrl.config.schema_trainer import (
+    WeightConfig as WeightConfig,
+)
+from nexrl.config.section import Section as Section
 
 
 class LaunchConfig(Section):

@@ -36,7 +36,11 @@ class InferenceServiceConfig(Section):
         ge=2,
         description="Longest prompt plus completion, in tokens; default: the model's own limit.",
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores, or one for a model under 4 million parameters.")
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads; default: all cores, or one for a model under 4 million parameters.",
+    )
     request_deadline_s: float = Field(
         120.0,
         gt=0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from nexrl.config.nodes import Node, merge
 from nexrl.config.overrides import Override, apply_overrides
@@ -20,24 +20,15 @@ STAGE_SECTIONS = ("data", "rollout_worker", "trajectory_pool", "trainer", "weigh
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-@dataclass(frozen=True, slots=True)
-class SplitStages:
-    """The stages of a recipe as trees of their own."""
+def split_stages(
+    tree: Node, resolved: Node, overrides: Sequence[Override]
+) -> tuple[list[tuple[str, Node]], list[str]]:
+    """Name and unresolved tree of each stage, in order; and what is wrong with the list itself.
 
-    stages: tuple[tuple[str, Node], ...]
-    """Name and unresolved tree, in order."""
-    problems: tuple[str, ...]
-    """What is wrong with the list itself."""
-    absent: bool
-    """True when the recipe has no stages."""
-
-
-def split_stages(tree: Node, resolved: Node, overrides: Sequence[Override]) -> SplitStages:
-    """A tree for each stage; names are read from the resolved tree."""
+    Names are read from the resolved tree. Without stages both lists are empty.
+    """
     node = tree.value.get("stages")
     entries = node.value if node is not None and isinstance(node.value, list) else []
-    if not entries:
-        return SplitStages((), (), absent=True)
     base = {key: child for key, child in tree.value.items() if key != "stages"}
     common = [o for o in overrides if o.path[0] != "stages"]
     stages: list[tuple[str, Node]] = []
@@ -50,7 +41,7 @@ def split_stages(tree: Node, resolved: Node, overrides: Sequence[Override]) -> S
         own = {key: child for key, child in entry.value.items() if key in STAGE_SECTIONS}
         merged = merge(replace(tree, value=base), Node(own, entry.origin))
         stages.append((name or str(index), apply_overrides(merged, common)))
-    return SplitStages(tuple(stages), tuple(problems), absent=False)
+    return stages, problems
 
 
 def _name(resolved: Node, index: int) -> str:

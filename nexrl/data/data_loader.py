@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nexrl.config.schema import DataConfig, SourceConfig
-from nexrl.data.sources import PromptLength, Source, leave_out, load_filter, open_source
+from nexrl.data.sources import PromptLength, Source, load_filter, open_sources
 from nexrl.errors import ConfigError, InvariantError
 from nexrl.types import Draw, derive_seed
 
@@ -70,33 +70,17 @@ class DataLoader:
         seed: int,
         prompt_length: PromptLength | None = None,
         needs_prompt: bool = True,
-        needs_columns: Sequence[str] = (),
     ) -> DataLoader:
-        """Read, check and filter the sources of a configuration; blocking.
-
-        `prompt_length` counts the tokens of a row's rendered prompt and is needed exactly when
-        `data.max_prompt_tokens` is set. The rest is as for `open_source`.
-        """
-        if not config.sources:
-            raise ConfigError("data.sources is empty; give at least one path or factory")
-        _check_length_filter(config, prompt_length)
-        keep = load_filter(config, recipe_dir=recipe_dir)
-        sources = [
-            leave_out(
-                open_source(
-                    source,
-                    data=config,
-                    recipe_dir=recipe_dir,
-                    needs_prompt=needs_prompt,
-                    needs_columns=needs_columns,
-                    key=f"data.sources.{i}",
-                ),
-                keep=keep,
-                max_prompt_tokens=config.max_prompt_tokens,
-                prompt_length=prompt_length,
-            )
-            for i, source in enumerate(config.sources)
-        ]
+        """Read, check and filter the sources of a configuration; blocking. As for `open_sources`."""
+        sources = open_sources(
+            config.sources,
+            section="data",
+            data=config,
+            recipe_dir=recipe_dir,
+            keep=load_filter(config, recipe_dir=recipe_dir),
+            prompt_length=prompt_length,
+            needs_prompt=needs_prompt,
+        )
         return cls(sources, seed=seed, shuffle=config.shuffle, epochs=config.epochs)
 
     # --- what there is ------------------------------------------------------------------------
@@ -221,32 +205,21 @@ def create_validation_draws(
     max_items: int | None = None,
     prompt_length: PromptLength | None = None,
     needs_prompt: bool = True,
-    needs_columns: Sequence[str] = (),
 ) -> list[Draw]:
     """One draw of each held-out item, in file order, source after source; blocking.
 
     Columns and the length limit are those of `data`; its filter is not applied, because it shapes
     training data. `max_items` counts what the length limit leaves.
     """
-    if not sources:
-        raise ConfigError("validate.sources is empty; give at least one path or factory")
-    _check_length_filter(data, prompt_length)
-    opened = [
-        leave_out(
-            open_source(
-                source,
-                data=data,
-                recipe_dir=recipe_dir,
-                limit=max_items if data.max_prompt_tokens is None else None,
-                needs_prompt=needs_prompt,
-                needs_columns=needs_columns,
-                key=f"validate.sources.{i}",
-            ),
-            max_prompt_tokens=data.max_prompt_tokens,
-            prompt_length=prompt_length,
-        )
-        for i, source in enumerate(sources)
-    ]
+    opened = open_sources(
+        sources,
+        section="validate",
+        data=data,
+        recipe_dir=recipe_dir,
+        limit=max_items if data.max_prompt_tokens is None else None,
+        prompt_length=prompt_length,
+        needs_prompt=needs_prompt,
+    )
     _check_distinct(opened)
     items = (
         (source, item_id, row)
@@ -336,14 +309,6 @@ def _fingerprint(sources: Sequence[Source]) -> str:
         if source.left_out:
             digest.update("\x1f".join(source.item_ids).encode(errors="surrogatepass"))
     return digest.hexdigest()
-
-
-def _check_length_filter(data: DataConfig, prompt_length: PromptLength | None) -> None:
-    if data.max_prompt_tokens is not None and prompt_length is None:
-        raise ConfigError(
-            f"data.max_prompt_tokens is {data.max_prompt_tokens}, but this kind of rollout worker "
-            "renders no prompt that could be measured; remove it, or use data.filter"
-        )
 
 
 def _check_distinct(sources: Sequence[Source]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from nexrl.config.rules import source_name
 from nexrl.config.schema import DataConfig, SourceConfig
 from nexrl.config.user_code import load_user_object
 from nexrl.data.file_formats import PlacedRow, read_rows
@@ -26,6 +27,7 @@ from nexrl.errors import ConfigError, DataError, UserCodeError, user_frame
 
 logger = logging.getLogger(__name__)
 
+Keep = Callable[[Mapping[str, Any]], bool]
 PromptLength = Callable[[Mapping[str, Any]], int]
 """Tokens of a row's rendered prompt, template included (FR-082)."""
 
@@ -73,7 +75,7 @@ def open_source(
     UserCodeError for a factory that raises.
     """
     placed = _rows_of(source, recipe_dir=recipe_dir, key=key)
-    name = source.name or _default_name(source)
+    name = source_name(source)
     rows: list[Mapping[str, Any]] = []
     item_ids: list[str] = []
     places: list[str] = []
@@ -105,10 +107,51 @@ def open_source(
     )
 
 
+def open_sources(
+    sources: Sequence[SourceConfig],
+    *,
+    section: str,
+    data: DataConfig,
+    recipe_dir: Path,
+    keep: Keep | None = None,
+    limit: int | None = None,
+    prompt_length: PromptLength | None = None,
+    needs_prompt: bool = True,
+) -> list[Source]:
+    """All sources of a section (`data` or `validate`), without rows that are filtered or too long.
+
+    `prompt_length` counts the tokens of a row's rendered prompt and is needed exactly when
+    `data.max_prompt_tokens` is set. The rest is as for `open_source` and `leave_out`.
+    """
+    if not sources:
+        raise ConfigError(f"{section}.sources is empty; give at least one path or factory")
+    if data.max_prompt_tokens is not None and prompt_length is None:
+        raise ConfigError(
+            f"data.max_prompt_tokens is {data.max_prompt_tokens}, but this kind of rollout worker "
+            "renders no prompt that could be measured; remove it, or use data.filter"
+        )
+    return [
+        leave_out(
+            open_source(
+                source,
+                data=data,
+                recipe_dir=recipe_dir,
+                limit=limit,
+                needs_prompt=needs_prompt,
+                key=f"{section}.sources.{i}",
+            ),
+            keep=keep,
+            max_prompt_tokens=data.max_prompt_tokens,
+            prompt_length=prompt_length,
+        )
+        for i, source in enumerate(sources)
+    ]
+
+
 def leave_out(
     source: Source,
     *,
-    keep: Callable[[Mapping[str, Any]], bool] | None = None,
+    keep: Keep | None = None,
     max_prompt_tokens: int | None = None,
     prompt_length: PromptLength | None = None,
 ) -> Source:
@@ -153,15 +196,11 @@ def leave_out(
     )
 
 
-def load_filter(
-    data: DataConfig, *, recipe_dir: Path
-) -> Callable[[Mapping[str, Any]], bool] | None:
+def load_filter(data: DataConfig, *, recipe_dir: Path) -> Keep | None:
     """The user function of `data.filter`, or None."""
     if data.filter is None:
         return None
-    keep: Callable[[Mapping[str, Any]], bool] = load_user_object(
-        data.filter, recipe_dir=recipe_dir, key="data.filter"
-    )
+    keep: Keep = load_user_object(data.filter, recipe_dir=recipe_dir, key="data.filter")
     return keep
 
 
@@ -187,9 +226,9 @@ def _find(path: str, *, recipe_dir: Path, key: str) -> Path:
     near = difflib.get_close_matches(
         candidates[0].name, [p.name for p in folder.iterdir()] if folder.is_dir() else [], n=1
     )
-    tried = " nor ".join(dict.fromkeys(str(c.absolute()) for c in candidates))
+    tried = " and ".join(dict.fromkeys(str(c.absolute()) for c in candidates))
     raise ConfigError(
-        f"{key}: {path!r} does not exist: neither {tried}"
+        f"{key}: {path!r} does not exist; tried {tried}"
         f"{f'; did you mean {near[0]!r}?' if near else ''}"
     )
 
@@ -225,19 +264,13 @@ def _call(function: Callable[[], Any], what: str) -> Any:
         ) from error
 
 
-def _user_verdict(keep: Callable[[Mapping[str, Any]], bool], row: Any, place: str) -> bool:
+def _user_verdict(keep: Keep, row: Any, place: str) -> bool:
     verdict = _call(lambda: keep(row), f"data.filter on {place}")
     if not isinstance(verdict, bool | np.bool_):
         raise UserCodeError(
             f"data.filter on {place} returned {verdict!r}; it must return True (keep) or False"
         )
     return bool(verdict)
-
-
-def _default_name(source: SourceConfig) -> str:
-    if source.path is not None:
-        return Path(source.path).stem
-    return (source.factory or "").rpartition(":")[2]
 
 
 # --- checking ---------------------------------------------------------------------------------

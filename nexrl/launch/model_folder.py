@@ -1,18 +1,23 @@
 """The model folder of a run: a path from the configuration, or made once by the recipe's factory.
 
 A factory `path.py:name` is called as `factory(folder, seed)` and writes a Hugging Face model folder.
-The result is kept under `<run_root>/.models/<key>`, keyed by the factory's source and the seed, and
-appears there only when complete.
+The result is kept under `<run_root>/.models/<key>` and appears there only when complete. The key
+covers the seed and the source files of the factory and of what its module imports by name, outside
+installed packages: a changed factory never meets an old folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import os
 import shutil
+import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nexrl.config.schema import RunConfig
 from nexrl.config.user_code import load_user_object
@@ -27,11 +32,26 @@ def cached_folder(config: RunConfig, *, recipe_dir: Path) -> Path:
     if reference is None:
         raise ConfigError(f"{_KEY} is null, and so is service.train_service.model_path")
     factory = load_user_object(reference, recipe_dir=recipe_dir, key=_KEY)
-    source = Path(inspect.getsourcefile(inspect.unwrap(factory)) or "").read_bytes()
-    digest = hashlib.blake2b(digest_size=8)
-    for part in (reference.rpartition(":")[2].encode(), source, str(config.seed).encode()):
-        digest.update(part)
+    digest = hashlib.blake2b(
+        f"{reference.rpartition(':')[2]} {config.seed}".encode(), digest_size=8
+    )
+    for source in _sources(inspect.unwrap(factory)):
+        digest.update(source.read_bytes())
     return Path(config.launch.run_root) / ".models" / digest.hexdigest()
+
+
+def _sources(factory: Callable[..., Any]) -> list[Path]:
+    """The factory's own file, then the files of what stands in its module, installed ones aside."""
+    module = inspect.getmodule(factory)
+    found: dict[Path, None] = {}
+    for value in (factory, *vars(module).values()):
+        if inspect.isfunction(value) or inspect.isclass(value) or inspect.ismodule(value):
+            with contextlib.suppress(TypeError, OSError):
+                path = Path(inspect.getsourcefile(value) or "").resolve()
+                if path.is_file() and not path.is_relative_to(sysconfig.get_path("stdlib")):
+                    found[path] = None
+    installed = Path(sysconfig.get_path("purelib"))
+    return [path for path in found if not path.is_relative_to(installed)]
 
 
 def resolve_model_folder(config: RunConfig, *, recipe_dir: Path) -> Path:

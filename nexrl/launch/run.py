@@ -8,25 +8,19 @@ the first cause of a failure is the last thing printed.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nexrl.activity.activity_tracker import ActivityTracker
-from nexrl.activity.dump import DumpRecorder
-from nexrl.activity.failure_text import format_failure
-from nexrl.activity.live_view import LiveView
 from nexrl.activity.metric_sink import MetricLogger, MetricSink, read_metrics
-from nexrl.activity.report import write_report
-from nexrl.activity.run_folder import RunFolder, find_latest
-from nexrl.activity.summary import RunStatus, summarize_run, summarize_stages, write_summary
 from nexrl.checkpoint import (
     CheckpointManifest,
     CheckpointStore,
@@ -37,13 +31,19 @@ from nexrl.checkpoint import (
 from nexrl.config.loader import LoadedConfig, load_run_config
 from nexrl.config.schema import RunConfig
 from nexrl.controller import Controller, Stage, StageResult
-from nexrl.errors import ConfigError
+from nexrl.errors import ConfigError, RunStoppedError, StoreError
 from nexrl.launch.model_folder import resolve_model_folder
 from nexrl.launch.process import THREAD_ENVIRONMENT
 from nexrl.launch.services import Services, local_services
 from nexrl.launch.stage import StageSurroundings, build_stage
 from nexrl.pool.trajectory_store import TrajectoryStore
 from nexrl.rendering.renderer import load_renderer
+from nexrl.report.dump import DumpRecorder, recording
+from nexrl.report.failure_text import failure_reason, format_failure
+from nexrl.report.live_view import LiveView
+from nexrl.report.report import write_report
+from nexrl.report.run_folder import RunFolder, find_latest
+from nexrl.report.summary import RunStatus, summarize_run, summarize_stages, write_summary
 from nexrl.types import DEFAULT_POLICY, LedgerSnapshot, ModelSpec, PolicyVersion
 from nexrl.weight_sync.controller import WeightSyncController
 
@@ -54,9 +54,6 @@ def launch(recipe: Path, overrides: Sequence[str] = (), *, resume: str | None = 
     """Run a recipe to its end; returns the exit code. ConfigError before anything has started."""
     for name, value in THREAD_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # Thousands of live records a second: the default thresholds spend a fifth of the loop on
-    # collections that find nothing.
-    gc.set_threshold(50_000, 50, 100)
     extra = [] if resume is None else [f"resume={json.dumps(resume)}"]
     loaded = load_run_config(recipe, [*overrides, *extra])
     folder, checkpoint = _open_run_folder(loaded.config)
@@ -81,6 +78,11 @@ def _open_run_folder(
                 f"{config.launch.run_root!r}"
             )
     assert path is not None
+    if path.is_dir() and not (path / "config.yaml").is_file():
+        raise ConfigError(
+            f"resume: {path} is not a run folder, it has no config.yaml (accepted: the folder of a "
+            "run, latest)"
+        )
     folder = RunFolder.open(path)
     return folder, CheckpointStore(folder.checkpoints, keep_last=1).latest()
 
@@ -115,25 +117,32 @@ class _Run:
 
     async def main(self) -> int:
         """The whole run; never raises for what a run can meet."""
+        monitor = self._config.runtime_monitor
+        tracker = ActivityTracker(monitor)
+        view = LiveView(tracker, mode=monitor.live, plain_every_s=monitor.plain_every_s)
+        async with view:
+            await self._guarded(self._record(tracker, view))
+        self._write_outcome(tracker)
+        if self._outcome.status == "interrupted":
+            # What a thread of start-up still does (a model factory, loading) is not waited for.
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        return self._outcome.exit_code
+
+    async def _record(self, tracker: ActivityTracker, view: LiveView) -> None:
+        """Open what the run is recorded in, work, close it."""
+        view.say(f"run folder: {self._shown_path}")
         self._folder.open_log()
         code_version = self._folder.write_origin(self._resolved, secrets=self._loaded.secrets)
-        tracker = ActivityTracker(self._config.runtime_monitor)
         sink = MetricSink(
             self._folder.metrics,
             clock=asyncio.get_running_loop().time,
             loggers=self._loggers(),
             resumed_step=self._resumed_step(),
         )
-        monitor = self._config.runtime_monitor
-        view = LiveView(tracker, mode=monitor.live, plain_every_s=monitor.plain_every_s)
         try:
-            async with view:
-                view.say(f"run folder: {self._shown_path}")
-                await self._guarded(self._work(tracker, sink, view, code_version))
+            await self._work(tracker, sink, view, code_version)
         finally:
             sink.close()
-        self._write_outcome(tracker)
-        return self._outcome.exit_code
 
     def _resumed_step(self) -> int | None:
         if self._config.resume is None:
@@ -164,23 +173,24 @@ class _Run:
             outcome.exit_reason = f"stopped by {caught[0] if caught else 'cancellation'}"
         except BaseException as error:  # noqa: BLE001 - every failure becomes summary, text and exit code
             outcome.error = error
-            outcome.exit_reason = format_failure(error, secrets=self._loaded.secrets).splitlines()[
-                -1
-            ]
+            outcome.exit_reason = failure_reason(error, secrets=self._loaded.secrets)
         finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+            # After a first signal they stay until the loop closes: the loop still waits for a call
+            # in a thread, and a second signal must end that too.
+            if not caught:
+                for number in numbers:
+                    loop.remove_signal_handler(number)
 
     def _loggers(self) -> list[MetricLogger]:
         loggers: list[MetricLogger] = []
         if "tensorboard" in self._config.logger:
-            from nexrl.activity.tensorboard_logger import TensorBoardLogger
+            from nexrl.activity.loggers import TensorBoardLogger
 
             loggers.append(
                 TensorBoardLogger(self._folder.tensorboard, resumed_step=self._resumed_step())
             )
         if "wandb" in self._config.logger:
-            from nexrl.activity.wandb_logger import WandbLogger
+            from nexrl.activity.loggers import WandbLogger
 
             loggers.append(
                 WandbLogger(
@@ -256,6 +266,7 @@ class _Run:
         view: LiveView,
     ) -> None:
         manifest = self._checkpoint[1] if self._checkpoint else None
+        self._outcome.exit_reason = "every stage was done before this resume"
         for index, stage_config in enumerate(self._loaded.stages):
             if manifest and (index, not manifest.stage_done) < (manifest.stage_index, True):
                 continue
@@ -280,6 +291,7 @@ class _Run:
             finally:
                 self._outcome.ledgers.append(stage.pool.ledger)
                 self._outcome.time_shares[stage_config.name] = tracker.stage_time_share()
+            _refuse_all_failed(stage, tracker)
             self._outcome.exit_reason = result.stopped_early or "all batches are trained"
             view.say(f"stage {stage_config.name} ended: {self._outcome.exit_reason}")
 
@@ -309,8 +321,6 @@ class _Run:
     ) -> WeightSyncController:
         engine = services.inference
         if recorder is not None:
-            from nexrl.activity.dump import recording
-
             engine = recording(engine, "weights", recorder)
         return WeightSyncController(
             train=services.train,
@@ -349,17 +359,13 @@ class _Run:
     def _write_outcome(self, tracker: ActivityTracker) -> None:
         """Summary, report, and the last words on the screen."""
         outcome = self._outcome
-        summary = summarize_run(
-            tracker,
-            status=outcome.status,
-            exit_reason=outcome.exit_reason,
-            stages=summarize_stages(
-                read_metrics(self._folder.metrics), time_shares=outcome.time_shares
-            ),
-            ledger=_sum_ledgers(outcome.ledgers),
-        )
-        write_summary(self._folder.summary, summary)
-        write_report(self._folder.path)
+        try:
+            self._write_summary(tracker)
+            # Drawing takes longer than a person who pressed Ctrl-C waits.
+            write_report(self._folder.path, draw=outcome.status != "interrupted")
+        except (OSError, StoreError) as error:  # a full disk must not hide what ended the run
+            print(f"the summary and the report could not be written: {error}", file=sys.stderr)  # noqa: T201
+            outcome.exit_code = outcome.exit_code or EXIT_FAILED
         quiet = self._config.runtime_monitor.live == "off"
         report = f"{self._shown_path}/{self._folder.report.name}"
         if outcome.status == "failed" and outcome.error is not None:
@@ -367,6 +373,20 @@ class _Run:
             print(format_failure(outcome.error, secrets=self._loaded.secrets), file=sys.stderr)  # noqa: T201
         elif not quiet:
             print(f"{outcome.status}: {outcome.exit_reason}\nreport: {report}")  # noqa: T201
+
+    def _write_summary(self, tracker: ActivityTracker) -> None:
+        outcome = self._outcome
+        stages = summarize_stages(
+            read_metrics(self._folder.metrics), time_shares=outcome.time_shares
+        )
+        summary = summarize_run(
+            tracker,
+            status=outcome.status,
+            exit_reason=outcome.exit_reason,
+            stages=stages,
+            ledger=_sum_ledgers(outcome.ledgers),
+        )
+        write_summary(self._folder.summary, summary)
 
 
 @asynccontextmanager
@@ -395,6 +415,18 @@ def _restore(
     stage.trainer.load_state_dict(state["trainer"])
     result.steps = manifest.stage_step
     result.validations = state["validations"]
+
+
+def _refuse_all_failed(stage: Stage, tracker: ActivityTracker) -> None:
+    """A stage too short for the error policy's window is no success when all its rollouts failed."""
+    ledger = stage.pool.ledger
+    failed = sum(ledger.failed.values())
+    if failed and failed + sum(ledger.cancelled.values()) == ledger.admitted and tracker.failures:
+        worst = tracker.failures[0]
+        raise RunStoppedError(
+            f"all {failed} rollouts of stage {stage.name} failed; most of them: {worst}",
+            failure_class=worst.first.failure_class,
+        )
 
 
 def _sum_ledgers(ledgers: Sequence[LedgerSnapshot]) -> LedgerSnapshot | None:

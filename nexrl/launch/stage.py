@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nexrl.activity.activity_tracker import ActivityTracker
-from nexrl.activity.dump import DumpRecorder, recording
 from nexrl.algorithms.filters import constant_reward
 from nexrl.checkpoint import CheckpointStore
 from nexrl.config.loader import StageConfig
@@ -23,6 +22,7 @@ from nexrl.data.data_loader import DataLoader, create_validation_draws
 from nexrl.pool.trajectory_pool import TrajectoryPool
 from nexrl.pool.trajectory_store import TrajectoryStore
 from nexrl.protocols import GroupFilter, Renderer
+from nexrl.report.dump import DumpRecorder, recording
 from nexrl.rollout.build import build_worker, to_sampling
 from nexrl.rollout.prompts import PromptBuilder
 from nexrl.rollout.rollout_worker import RolloutWorker, WorkerContext

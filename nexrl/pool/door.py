@@ -6,7 +6,7 @@ that version exist), then, after annotators, `first_unmet_need`. Pure functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from nexrl.types import RolloutRecord, TokenRow, Trajectory, TrajectoryStatus
 def with_group_ids(record: RolloutRecord) -> RolloutRecord:
     """The record with `group_id` filled in where the worker left it open: the group's key, plus
     `/role` so that roles are never compared with each other (FR-046)."""
-    if all(t.group_id for t in record.trajectories):
+    if "" not in [t.group_id for t in record.trajectories]:
         return record
     filled = tuple(
         t if t.group_id else replace(t, group_id=default_group_id(record.group_key, t.role))
@@ -59,39 +59,43 @@ def check_identity(
     exist yet, or (with `allow_bounded` false) of a version that is only known within bounds.
     """
     oldest: int | None = None
-    for trajectory, row in _rows(record):
+    for trajectory in record.trajectories:
+        if not trajectory.trainable:
+            continue
         if trajectory.policy != policy:
             raise InvariantError(
                 f"trajectory {_name(record, trajectory)} is of policy {trajectory.policy!r}, "
                 f"but this pool trains {policy!r}"
             )
-        for span in row.versions:
-            version = span.version
-            if version.policy != policy or version.incarnation != incarnation:
+        for row in trajectory.rows:
+            for span in row.versions:
+                version = span.version
+                if version.policy != policy or version.incarnation != incarnation:
+                    raise InvariantError(
+                        f"trajectory {_name(record, trajectory)} has tokens of {version}, but this "
+                        f"pool trains {policy!r} in incarnation {incarnation}: an engine was not "
+                        "reloaded"
+                    )
+                if version.number > newest_version:
+                    raise InvariantError(
+                        f"trajectory {_name(record, trajectory)} has tokens of {version}, but the "
+                        f"newest version there can be is {newest_version}"
+                    )
+            if row.version_source == "bounded" and not allow_bounded:
                 raise InvariantError(
-                    f"trajectory {_name(record, trajectory)} has tokens of {version}, but this pool "
-                    f"trains {policy!r} in incarnation {incarnation}: an engine was not reloaded"
+                    f"trajectory {_name(record, trajectory)} has versions known only within bounds "
+                    "(version_source `bounded`); mode sync accepts `engine` and `pinned`"
                 )
-            if version.number > newest_version:
-                raise InvariantError(
-                    f"trajectory {_name(record, trajectory)} has tokens of {version}, but the "
-                    f"newest version there can be is {newest_version}"
-                )
-        if row.version_source == "bounded" and not allow_bounded:
-            raise InvariantError(
-                f"trajectory {_name(record, trajectory)} has versions known only within bounds "
-                "(version_source `bounded`); mode sync accepts `engine` and `pinned`"
-            )
-        number = _oldest_number(row)
-        if number is not None and (oldest is None or number < oldest):
-            oldest = number
+            number = _oldest_number(row)
+            if number is not None and (oldest is None or number < oldest):
+                oldest = number
     return oldest
 
 
 def first_unmet_need(
-    record: RolloutRecord, needs: Sequence[str], *, logprobs_optional: bool
+    trajectories: Sequence[Trajectory], needs: Sequence[str], *, logprobs_optional: bool
 ) -> str | None:
-    """The first need that some trainable trajectory of the record lacks.
+    """The first need that some of these trainable trajectories lacks.
 
     reward: a number; None is abstain and never becomes 0 (FR-070, FR-071).
     behavior_logprobs: every row has them, not of a truncated distribution (FR-083). With
@@ -99,44 +103,35 @@ def first_unmet_need(
     Any other need `x`: every row has a column `x` or `x_logprobs`.
     """
     for need in needs:
-        for trajectory in record.trajectories:
-            if trajectory.trainable and not _meets(trajectory, need, logprobs_optional):
+        for trajectory in trajectories:
+            if not _meets(trajectory, need, logprobs_optional):
                 return need
     return None
 
 
-def prompt_fingerprint(record: RolloutRecord) -> bytes | None:
-    """Token ids before the first drawn token of the first row; None when the record has no row."""
-    for _, row in _rows(record):
-        if row.turns:
-            return row.token_ids[: row.turns[0].start].tobytes()
-        drawn = row.loss_mask if row.sampled is None else row.sampled
-        end = int(np.argmax(drawn)) if drawn.any() else len(row.token_ids)
-        return row.token_ids[:end].tobytes()
-    return None
-
-
-def num_rows_without_logprobs(record: RolloutRecord) -> int:
-    """Rows of which nobody knows how likely the behavior policy found their tokens."""
-    return sum(row.behavior_logprobs is None for _, row in _rows(record))
+def prompt_fingerprint(trajectory: Trajectory) -> bytes:
+    """Token ids before the first drawn token of the first row."""
+    row = trajectory.rows[0]
+    if row.turns:
+        return row.token_ids[: row.turns[0].start].tobytes()
+    drawn = row.loss_mask if row.sampled is None else row.sampled
+    end = int(np.argmax(drawn)) if drawn.any() else len(row.token_ids)
+    return row.token_ids[:end].tobytes()
 
 
 def _meets(trajectory: Trajectory, need: str, logprobs_optional: bool) -> bool:
     if need == "reward":
         return trajectory.reward is not None
-    if need == "behavior_logprobs":
-        return all(
-            logprobs_optional if row.behavior_logprobs is None else row.logprob_kind != "truncated"
-            for row in trajectory.rows
-        )
-    return all(need in r.columns or f"{need}_logprobs" in r.columns for r in trajectory.rows)
-
-
-def _rows(record: RolloutRecord) -> Iterator[tuple[Trajectory, TokenRow]]:
-    for trajectory in record.trajectories:
-        if trajectory.trainable:
-            for row in trajectory.rows:
-                yield trajectory, row
+    for row in trajectory.rows:
+        if need != "behavior_logprobs":
+            met = need in row.columns or f"{need}_logprobs" in row.columns
+        elif row.behavior_logprobs is None:
+            met = logprobs_optional
+        else:
+            met = row.logprob_kind != "truncated"
+        if not met:
+            return False
+    return True
 
 
 def _oldest_number(row: TokenRow) -> int | None:

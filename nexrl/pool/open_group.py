@@ -96,10 +96,8 @@ class OpenGroup:
         member.reason = reason
         self.num_running -= 1
 
-    def note_prompt(self, fingerprint: bytes | None) -> None:
+    def note_prompt(self, fingerprint: bytes) -> None:
         """Compare a member's starting prompt with its siblings' (FR-049)."""
-        if fingerprint is None:
-            return
         if self.fingerprint is None:
             self.fingerprint = fingerprint
         elif self.fingerprint != fingerprint:

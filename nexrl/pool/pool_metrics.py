@@ -48,12 +48,11 @@ class PoolMetrics:
         """Rollouts of a data source were admitted."""
         self._admitted_by_source[source] += num_rollouts
 
-    def rollout_ended(self, record: RolloutRecord) -> float | None:
-        """A rollout passed the door; returns its reward, averaged over its scored trajectories."""
+    def rollout_ended(self, record: RolloutRecord) -> None:
+        """A rollout passed the door."""
         reward = rollout_reward(record)
         if reward is not None:
             self.mean("reward/all_mean", reward)
-        return reward
 
     def handed_out(self, staleness: Sequence[int], num_groups: int) -> None:
         """A batch left: staleness of each of its trajectories, in versions."""

@@ -33,15 +33,25 @@ class RecordKeeper:
         self._on_error = on_error
         self._tracker = tracker
 
-    async def keep(self, record: RolloutRecord, group: OpenGroup) -> StoredRollout | None:
-        """Hand a record to the writer; waits only while its queue is full."""
-        store = self._store
-        if store is None:
+    @property
+    def is_full(self) -> bool:
+        """Whether `room` must be awaited before the next `keep`."""
+        return self._store is not None and self._store.is_full
+
+    async def room(self) -> None:
+        """Return when the writer's queue is below its bound."""
+        if self._store is not None:
+            try:
+                await self._store.room()
+            except StoreError as error:
+                self._lose(error)
+
+    def keep(self, record: RolloutRecord, group: OpenGroup) -> StoredRollout | None:
+        """Hand a record to the writer."""
+        if self._store is None:
             return None
         try:
-            if store.is_full:
-                await store.room()
-            return store.append(
+            return self._store.append(
                 record,
                 draw=group.draw,
                 policy=self._policy,

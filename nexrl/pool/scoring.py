@@ -41,7 +41,7 @@ class Scoring:
     async def judge(
         self, record: RolloutRecord, stored: StoredRollout | None
     ) -> tuple[RolloutRecord, Outcome, str]:
-        """The annotated record, and `ready` or why not."""
+        """The annotated record, and `ready` or why not. Stores what annotators add."""
         for annotator in self._annotators:
             before = record
             try:
@@ -59,9 +59,10 @@ class Scoring:
                 kind=annotator.provides,
                 producer=type(annotator).__qualname__,
             )
-        if not any(t.trainable for t in record.trajectories):
+        trainable = [t for t in record.trajectories if t.trainable]
+        if not trainable:
             return record, "filtered", "no_trainable_rows"
-        unmet = first_unmet_need(record, self._needs, logprobs_optional=self._logprobs_optional)
+        unmet = first_unmet_need(trainable, self._needs, logprobs_optional=self._logprobs_optional)
         if unmet is None:
             return record, "ready", ""
         self._tracker.warn(

@@ -10,6 +10,7 @@ storing a rollout.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, Final
@@ -70,11 +71,26 @@ def _stored_fields(cls: type) -> list[str]:
 
 LAYOUT: Final[Layout] = {cls.__name__: _stored_fields(cls) for cls in _CLASSES}
 """What this version writes."""
-_MARKS: Final = {cls: msgpack.ExtType(_CLASS, bytes([i])) for i, cls in enumerate(_CLASSES)}
-_VALUES: Final[dict[type, Callable[[Any], tuple[Any, ...]]]] = {
-    cls: attrgetter(*LAYOUT[cls.__name__]) for cls in _CLASSES
+_NESTED: Final[Mapping[type, tuple[str, ...]]] = {
+    Trajectory: ("rows", "failure", "provenance"),
+    TokenRow: ("token_ids", "loss_mask", "behavior_logprobs", "versions", "turns", "media"),
+    VersionSpan: ("version",),
+    Column: ("values",),
+    Provenance: ("sampling", "segments"),
 }
-_SAMPLED_PLACE: Final = LAYOUT["TokenRow"].index("sampled")
+"""Fields that hold arrays or other classes; all others are packed as they are."""
+_Written = tuple[msgpack.ExtType, Callable[[Any], tuple[Any, ...]], tuple[int, ...]]
+_WRITTEN: Final[dict[type, _Written]] = {
+    cls: (
+        msgpack.ExtType(_CLASS, bytes([i])),
+        attrgetter(*LAYOUT[cls.__name__]),
+        tuple(1 + LAYOUT[cls.__name__].index(name) for name in _NESTED.get(cls, ())),
+    )
+    for i, cls in enumerate(_CLASSES)
+}
+"""By class: its mark, its values in order, and the places of those that `_NESTED` names."""
+_SAMPLED_PLACE: Final = 1 + LAYOUT["TokenRow"].index("sampled")
+_FREQUENT: Final = {np.dtype("<i4"): _INT32, np.dtype("<f4"): _FLOAT32, np.dtype(np.bool_): _BOOL}
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -103,23 +119,61 @@ def decode_failure(data: bytes, layout: Layout = LAYOUT) -> Failure:
 
 
 def _encode(value: Any) -> bytes:
-    # Text of a model may hold half a surrogate pair; that must not cost the record.
-    packed: bytes = msgpack.packb(
-        value, default=_to_packable, use_bin_type=True, unicode_errors="surrogatepass"
-    )
+    packed: bytes = _packers.get().pack(_plain(value))
     return packed
 
 
-def _to_packable(value: Any) -> Any:
-    """What msgpack cannot pack itself: arrays, the classes above, odd mappings and scalars."""
+class _Packers(threading.local):
+    """One packer for each thread that writes: making one costs as much as a trajectory."""
+
+    packer: msgpack.Packer | None = None
+
+    def get(self) -> msgpack.Packer:
+        if self.packer is None:
+            # Text of a model may hold half a surrogate pair; that must not cost the record.
+            self.packer = msgpack.Packer(
+                default=_to_packable, use_bin_type=True, unicode_errors="surrogatepass"
+            )
+        return self.packer
+
+
+_packers = _Packers()
+
+
+def _plain(value: Any) -> Any:
+    """The classes above as lists and arrays as bytes, before packing: a callback out of msgpack for
+    each costs three times as much. What is left to `_to_packable` are values of `extra`."""
     kind = type(value)
-    if kind is np.ndarray:
-        return _encode_array(value)
+    known = _WRITTEN.get(kind)
+    if known is None:
+        return _encode_array(value) if kind is np.ndarray else value
+    mark, values_of, nested = known
+    values = [mark, *values_of(value)]
+    for place in nested:
+        entry = values[place]
+        if type(entry) is tuple:
+            if entry:
+                values[place] = [_plain(one) for one in entry]
+        elif entry is not None:
+            values[place] = _plain(entry)
     if kind is TokenRow:
-        return _encode_row(value)
-    mark = _MARKS.get(kind)
-    if mark is not None:
-        return (mark, *_VALUES[kind](value))
+        values[_SAMPLED_PLACE] = _plain_sampled(value)
+    return values
+
+
+def _plain_sampled(row: TokenRow) -> Any:
+    if row.sampled is row.loss_mask:
+        return _SAME
+    if row.sampled is None:
+        return None
+    return _SAME if np.array_equal(row.sampled, row.loss_mask) else _encode_array(row.sampled)
+
+
+def _to_packable(value: Any) -> Any:
+    """What msgpack cannot pack itself: odd mappings and scalars, and classes within `extra`."""
+    plain = _plain(value)
+    if plain is not value:
+        return plain
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
     if isinstance(value, np.generic):
@@ -129,24 +183,13 @@ def _to_packable(value: Any) -> Any:
     return {_OPAQUE: repr(value)}
 
 
-def _encode_row(row: TokenRow) -> list[Any]:
-    values = [_MARKS[TokenRow], *_VALUES[TokenRow](row)]
-    sampled = row.sampled
-    if sampled is not None and (sampled is row.loss_mask or np.array_equal(sampled, row.loss_mask)):
-        values[1 + _SAMPLED_PLACE] = _SAME
-    return values
-
-
 def _encode_array(array: Array) -> msgpack.ExtType:
-    if array.ndim == 1:
-        dtype = array.dtype
-        if dtype == np.int32:
-            return msgpack.ExtType(_INT32, array.tobytes())
-        if dtype == np.float32:
-            return msgpack.ExtType(_FLOAT32, array.tobytes())
-        if dtype == np.bool_:
-            bits = np.packbits(array).tobytes()
-            return msgpack.ExtType(_BOOL, len(array).to_bytes(4, "little") + bits)
+    code = _FREQUENT.get(array.dtype) if array.ndim == 1 else None
+    if code == _BOOL:
+        bits = np.packbits(array).tobytes()
+        return msgpack.ExtType(_BOOL, len(array).to_bytes(4, "little") + bits)
+    if code is not None:
+        return msgpack.ExtType(code, array.tobytes())
     if array.dtype.kind not in "biuf":
         return msgpack.ExtType(_ARRAY, msgpack.packb(["", [], repr(array).encode()]))
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)

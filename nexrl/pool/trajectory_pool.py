@@ -22,7 +22,6 @@ from nexrl.pool.admission import SlotQueue, may_admit
 from nexrl.pool.door import (
     check_identity,
     ledger_reason,
-    num_rows_without_logprobs,
     prompt_fingerprint,
     with_group_ids,
 )
@@ -255,7 +254,9 @@ class TrajectoryPool:
         outcome, reason = ledger_reason(record)
         ended_well = outcome == "ready"
         oldest = self._oldest_version(record) if ended_well else None
-        stored = await self._keeper.keep(record, group)
+        if self._keeper.is_full:
+            await self._keeper.room()
+        stored = self._keeper.keep(record, group)
         if ended_well:
             record, outcome, reason = await self._scoring.judge(record, stored)
         if stored is not None:
@@ -264,8 +265,10 @@ class TrajectoryPool:
         if outcome == "ready":
             member.record = record
             member.oldest_version = oldest
-            group.note_prompt(prompt_fingerprint(record))
-            self._counts["rows_without_logprobs"] += num_rows_without_logprobs(record)
+            trainable = [t for t in record.trajectories if t.trainable]
+            group.note_prompt(prompt_fingerprint(trainable[0]))
+            for row in [row for t in trainable for row in t.rows]:
+                self._counts["rows_without_logprobs"] += row.behavior_logprobs is None
         group.end_member(record.member, self._ledger, outcome, reason)
         if ended_well:
             self._metrics.rollout_ended(record)

@@ -14,8 +14,9 @@ import sqlite3
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from nexrl.errors import DeadlineError, StoreError
 from nexrl.pool.store_codec import encode_failure, encode_trajectory
@@ -43,8 +44,7 @@ class StoredRollout:
         return asyncio.shield(self._commit).__await__()
 
 
-@dataclass(frozen=True, slots=True)
-class _Rollout:
+class _Rollout(NamedTuple):
     """A record as the writer gets it; encoded in the writer's thread."""
 
     row: int
@@ -301,32 +301,36 @@ class TrajectoryStore:
         self._connection.close()
 
     def _write(self, pending: _Pending) -> None:
+        rollouts = [self._rollout_values(stored) for stored in pending.rollouts]
+        trajectories = [
+            self._trajectory_values(stored.first_trajectory + i, stored.row, trajectory)
+            for stored in pending.rollouts
+            for i, trajectory in enumerate(stored.record.trajectories)
+        ]
         execute = self._connection.execute
         execute("BEGIN IMMEDIATE")
         try:
-            self._insert(pending)
+            self._insert("rollouts", rollouts)
+            self._insert("trajectories", trajectories)
+            self._insert("outcomes", [(None, *values) for values in pending.outcomes])
+            self._insert("annotations", [(None, *values) for values in pending.annotations])
+            self._insert("ledger", [(None, *values) for values in pending.ledger])
+            for statement, values in pending.statements:
+                execute(statement, values)
             execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
                 execute("ROLLBACK")
             raise
 
-    def _insert(self, pending: _Pending) -> None:
-        many = self._connection.executemany
-        many(_INSERT["rollouts"], (self._rollout_values(r) for r in pending.rollouts))
-        many(
-            _INSERT["trajectories"],
-            (
-                self._trajectory_values(r.first_trajectory + i, r.row, trajectory)
-                for r in pending.rollouts
-                for i, trajectory in enumerate(r.record.trajectories)
-            ),
-        )
-        many(_INSERT["outcomes"], ((None, *values) for values in pending.outcomes))
-        many(_INSERT["annotations"], ((None, *values) for values in pending.annotations))
-        many(_INSERT["ledger"], ((None, *values) for values in pending.ledger))
-        for statement, values in pending.statements:
-            self._connection.execute(statement, values)
+    def _insert(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Many rows in one statement, because SQLite lets go of the interpreter lock for each
+        statement and the event loop then keeps it for milliseconds."""
+        whole = len(rows) - len(rows) % _ROWS_PER_STATEMENT
+        for first in range(0, whole, _ROWS_PER_STATEMENT):
+            chunk = rows[first : first + _ROWS_PER_STATEMENT]
+            self._connection.execute(_INSERT_MANY[table], list(chain.from_iterable(chunk)))
+        self._connection.executemany(_INSERT[table], rows[whole:])
 
     def _rollout_values(self, stored: _Rollout) -> tuple[Any, ...]:
         record, draw = stored.record, stored.draw
@@ -377,10 +381,18 @@ class TrajectoryStore:
         return layout, int(rollouts or 0) + 1, int(trajectories or 0) + 1
 
 
-_INSERT: Final = {
-    table: f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"  # noqa: S608
-    for table, columns in TABLES.items()
-}
+_ROWS_PER_STATEMENT: Final = 48
+"""As many as keep the widest table below 999 values, which every SQLite accepts."""
+
+
+def _insert_statement(table: str, num_rows: int) -> str:
+    columns = TABLES[table]
+    places = f"({', '.join('?' * len(columns))})"
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES {', '.join([places] * num_rows)}"  # noqa: S608
+
+
+_INSERT: Final = {table: _insert_statement(table, 1) for table in TABLES}
+_INSERT_MANY: Final = {table: _insert_statement(table, _ROWS_PER_STATEMENT) for table in TABLES}
 
 
 def annotation_value(before: Trajectory, after: Trajectory) -> dict[str, Any]:

@@ -8,7 +8,8 @@ controller's whole time per trajectory.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 
 class Limited(Protocol):
@@ -19,26 +20,32 @@ class Limited(Protocol):
     overdue: bool
 
 
-class DeadlineQueue:
-    """Cancels the task of whatever is still entered at its deadline.
+L = TypeVar("L", bound=Limited)
+
+
+class DeadlineQueue(Generic[L]):
+    """Cancels the task of whatever is still entered at its deadline, and reports it once more after
+    a grace, since a task may swallow its cancellation.
 
     Invariant: all limits are the same, so entries are in the order of their deadlines; the timer,
     when set, is due no later than the first of them.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, *, grace_s: float, after_grace: Callable[[L], None]) -> None:
         self._limit_s = limit_s
-        self._entries: dict[Limited, None] = {}
+        self._grace_s = grace_s
+        self._after_grace = after_grace
+        self._entries: dict[L, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, entry: Limited, loop: asyncio.AbstractEventLoop, now: float) -> None:
+    def enter(self, entry: L, loop: asyncio.AbstractEventLoop, now: float) -> None:
         """The limit counts from now."""
         entry.deadline = now + self._limit_s
         self._entries[entry] = None
         if self._timer is None:
             self._timer = loop.call_at(entry.deadline, self._fire, loop)
 
-    def leave(self, entry: Limited) -> None:
+    def leave(self, entry: L) -> None:
         """It is no longer limited."""
         self._entries.pop(entry, None)
 
@@ -61,3 +68,4 @@ class DeadlineQueue:
             entry.overdue = True
             if entry.task is not None:
                 entry.task.cancel()
+            loop.call_at(deadline + self._grace_s, self._after_grace, entry)

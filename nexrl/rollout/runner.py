@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import copy_context
 from typing import Any, Literal, cast
 
 from nexrl.blocking_pool import BlockingPool
@@ -17,7 +18,6 @@ from nexrl.config.schema import FailurePolicyConfig
 from nexrl.errors import FailureClass, UserCodeError, classify, user_frame
 from nexrl.protocols import Tracker
 from nexrl.rollout.deadlines import DeadlineQueue
-from nexrl.rollout.identity import identified
 from nexrl.rollout.outcome import (
     Outcome,
     cancelled,
@@ -26,6 +26,7 @@ from nexrl.rollout.outcome import (
     describe_failure,
     ended,
     failed,
+    identified,
     truncated,
 )
 from nexrl.rollout.rollout_worker import RolloutWorker
@@ -48,8 +49,8 @@ class Member:
     __slots__ = (
         "attempts",
         "deadline",
-        "draw",
         "ended",
+        "group",
         "holds_slot",
         "index",
         "overdue",
@@ -59,8 +60,8 @@ class Member:
         "task",
     )
 
-    def __init__(self, draw: Draw, index: int, rollout_id: str) -> None:
-        self.draw = draw
+    def __init__(self, group: RunningGroup, index: int, rollout_id: str) -> None:
+        self.group = group
         self.index = index
         self.rollout_id = rollout_id
         self.attempts = 0
@@ -76,6 +77,50 @@ class Member:
     def put(self) -> Sequence[Trajectory]:
         """What the present attempt handed over so far."""
         return self.scope.trajectories if self.scope else ()
+
+
+class RunningGroup:
+    """The members of a draw, and when all of them have ended.
+
+    Invariant: `done` is set when `num_running` reaches 0, or fails with the first error of `on_end`;
+    once `closing` no member starts any more.
+    """
+
+    __slots__ = (
+        "closing",
+        "context",
+        "done",
+        "draw",
+        "key",
+        "loop",
+        "members",
+        "num_running",
+        "on_end",
+    )
+
+    def __init__(self, draw: Draw, on_end: OnEnd, *, run_id: str, size: int) -> None:
+        self.draw = draw
+        self.key = draw.key
+        self.on_end = on_end
+        self.loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[None] = self.loop.create_future()
+        # A member may be started by the end of another; what that one set is not its business.
+        self.context = copy_context()
+        self.closing = False
+        self.num_running = size
+        prefix = f"{run_id}-{draw.item_id}-{draw.draw}"
+        self.members = [Member(self, index, f"{prefix}-{index}") for index in range(size)]
+
+    def member_ended(self) -> None:
+        """`on_end` has taken a member's record."""
+        self.num_running -= 1
+        if not self.num_running and not self.done.done():
+            self.done.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """The group cannot go on; the first error counts."""
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 class RolloutRunner:
@@ -116,17 +161,20 @@ class RolloutRunner:
             reward_contract=context.reward.contract if context.reward is not None else "",
         )
         self._tracker = tracker
-        self._deadlines = DeadlineQueue(deadline_s)
+        self._deadlines: DeadlineQueue[Member] = DeadlineQueue(
+            deadline_s, grace_s=_STUCK_GRACE_S, after_grace=self._abandon_if_stuck
+        )
         self._builtin = type(worker).__module__.startswith("nexrl.")
         self._blocking = not inspect.iscoroutinefunction(worker.step)
         # A blocking step holds a thread for as long as it runs, so waiting for a thread happens
         # here, before the rollout's deadline begins to count.
-        num_slots = min(max_concurrent, _MAX_THREADS) if self._blocking else max_concurrent
-        self._slots = asyncio.Semaphore(num_slots)
+        self._num_free = min(max_concurrent, _MAX_THREADS) if self._blocking else max_concurrent
+        self._waiting: deque[Member] = deque()
         self._threads = BlockingPool(
             min(max_concurrent, _MAX_THREADS), name=f"step of {type(worker).__name__}"
         )
-        self._running: set[asyncio.Task[None]] = set()
+        self._groups: set[RunningGroup] = set()
+        self._abandoned: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
         self._ready = False
         self._closed = False
@@ -144,34 +192,34 @@ class RolloutRunner:
         Cancelling it ends the members that still run as `cancelled(shutdown)`. Raises what `on_end`
         raises, after all members have ended.
         """
-        prefix = f"{self._run.run_id}-{draw.item_id}-{draw.draw}"
-        members = [Member(draw, i, f"{prefix}-{i}") for i in range(self._num_rollouts)]
-        tasks: dict[asyncio.Task[None], Member] = {}
+        group = RunningGroup(draw, on_end, run_id=self._run.run_id, size=self._num_rollouts)
+        self._groups.add(group)
         try:
             if not self._ready:
                 await self.start()
-            tasks = {asyncio.create_task(self._run_member(m, on_end)): m for m in members}
-            self._running.update(tasks)
-            await self._watch(tasks, on_end)
-        except BaseException:
-            await self._cancel(tasks)
-            raise
+            for member in group.members:
+                self._start_or_wait(member)
+            await group.done
         finally:
-            # A task that is cancelled before its first step never reaches its own handler.
-            for member in members:
-                if not member.ended:
-                    await self._end(member, cancelled(member.put, "shutdown"), on_end)
-            self._running.difference_update(t for t in tasks if t.done())
+            if group.num_running:
+                await self._close_group(group)
+            self._groups.discard(group)
+            group.members.clear()  # a cycle would keep all of it until the collector comes
 
     async def aclose(self) -> None:
         """End running rollouts, the threads, the worker and its reward service; idempotent."""
         if self._closed:
             return
         self._closed = True
-        for task in self._running:
+        for group in tuple(self._groups):
+            group.closing = True
+            if not group.done.done():
+                group.done.set_result(None)  # `run_group` ends what still runs
+        tasks = self._abandoned.union(*map(_tasks_of, self._groups))
+        for task in tasks:
             task.cancel()
-        if self._running:
-            await asyncio.wait(self._running, timeout=_STUCK_GRACE_S)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_STUCK_GRACE_S)
         if self._starting is not None:
             self._starting.cancel()
         self._deadlines.close()
@@ -186,75 +234,88 @@ class RolloutRunner:
 
     # --- group --------------------------------------------------------------------------------
 
-    async def _watch(self, tasks: Mapping[asyncio.Task[None], Member], on_end: OnEnd) -> None:
-        """Waits for all members; woken by the last one, by an error of `on_end`, or when a step has
-        swallowed its cancellation and must be ended on its behalf."""
-        loop = asyncio.get_running_loop()
-        pending = set(tasks)
-        while pending:
-            running = [m for t in pending if not (m := tasks[t]).ended]
-            now = loop.time()
-            overdue_at = min(
-                (m.deadline or now + self._deadline_s for m in running), default=math.inf
-            )
-            done, pending = await asyncio.wait(
-                pending,
-                timeout=None if not running else max(0.0, overdue_at + _STUCK_GRACE_S - now),
-                return_when=asyncio.FIRST_EXCEPTION,
-            )
-            for task in done:
-                if not task.cancelled() and (error := task.exception()) is not None:
-                    raise error
-            for task in [t for t in pending if self._is_stuck(tasks[t], loop.time())]:
-                pending.discard(task)
-                await self._end_stuck(tasks[task], on_end)
+    async def _close_group(self, group: RunningGroup) -> None:
+        """End the members that have not ended, those that never started included."""
+        group.closing = True
+        if tasks := _tasks_of(group):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_STUCK_GRACE_S)
+        # A task that is cancelled before its first step never reaches its own handler.
+        for member in group.members:
+            if not member.ended:
+                await self._end(member, cancelled(member.put, "shutdown"))
+        if group.done.done() and not group.done.cancelled():
+            group.done.exception()  # the first error is on its way already
 
-    @staticmethod
-    async def _cancel(tasks: Mapping[asyncio.Task[None], Member]) -> None:
-        pending = [task for task in tasks if not task.done()]
-        for task in pending:
-            task.cancel()
-        if pending:
-            done, _ = await asyncio.wait(pending, timeout=_STUCK_GRACE_S)
-            for task in done:  # the first error is on its way already
-                if not task.cancelled():
-                    task.exception()
+    def _start_or_wait(self, member: Member) -> None:
+        """Members start in the order of asking; one that waits has no task yet."""
+        if self._num_free:
+            self._num_free -= 1
+            self._start(member)
+        else:
+            self._waiting.append(member)
 
-    @staticmethod
-    def _is_stuck(member: Member, now: float) -> bool:
-        overdue = member.deadline is not None and now >= member.deadline + _STUCK_GRACE_S
-        return overdue and not member.ended
+    def _start(self, member: Member) -> None:
+        group = member.group
+        member.holds_slot = True
+        member.task = group.loop.create_task(self._run_member(member), context=group.context.copy())
 
-    async def _end_stuck(self, member: Member, on_end: OnEnd) -> None:
+    def _free_slot(self, member: Member) -> None:
+        member.holds_slot = False
+        while self._waiting:
+            following = self._waiting.popleft()
+            if not following.group.closing:
+                self._start(following)
+                return
+        self._num_free += 1
+
+    def _abandon_if_stuck(self, member: Member) -> None:
+        """A step that swallows its cancellation is ended on its behalf, and its task left alone."""
+        task = member.task
+        if task is None or member.ended or member.group.closing:
+            return
+        member.task = None
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+        ending = member.group.loop.create_task(self._end_stuck(member))
+        self._abandoned.add(ending)
+        ending.add_done_callback(self._abandoned.discard)
+
+    async def _end_stuck(self, member: Member) -> None:
+        group = member.group
         failure = Failure(
             failure_class=FailureClass.USER_CODE,
             message=(
                 f"step() of {type(self._worker).__name__} did not end when it was cancelled at its "
-                f"deadline of {self._deadline_s:g} s (item {member.draw.item_id}, member "
+                f"deadline of {self._deadline_s:g} s (item {group.draw.item_id}, member "
                 f"{member.index}); it swallows asyncio.CancelledError"
             ),
             where="step",
             error_type="DeadlineError",
         )
-        await self._end(member, failed(failure, member.put), on_end)
+        try:
+            await self._end(member, failed(failure, member.put))
+        except Exception as error:  # noqa: BLE001 - `run_group` raises it
+            group.fail(error)
 
     # --- member -------------------------------------------------------------------------------
 
-    async def _run_member(self, member: Member, on_end: OnEnd) -> None:
+    async def _run_member(self, member: Member) -> None:
         try:
-            await self._slots.acquire()
-            member.holds_slot = True
-            member.task = asyncio.current_task()
             with self._tracker.activity("rollout", member.rollout_id):
                 outcome = await self._run_attempts(member)
+            await self._end(member, outcome)
         except asyncio.CancelledError:
-            await self._end(member, cancelled(member.put, "shutdown"), on_end)
+            if not member.ended:
+                await self._end(member, cancelled(member.put, "shutdown"))
             raise
-        await self._end(member, outcome, on_end)
+        except Exception as error:  # noqa: BLE001 - `run_group` raises it
+            member.group.fail(error)
 
     async def _run_attempts(self, member: Member) -> Outcome:
         """Attempts until one ends well or for good, or the rollout's time is over."""
-        loop = asyncio.get_running_loop()
+        loop = member.group.loop
         task = member.task
         member.started = loop.time()
         self._deadlines.enter(member, loop, member.started)
@@ -294,7 +355,7 @@ class RolloutRunner:
             loop=loop,
             run=self._run,
             rollout_id=member.rollout_id,
-            source=member.draw,
+            source=member.group.draw,
             member=member.index,
             started=member.started,
             deadline=member.deadline,
@@ -305,7 +366,7 @@ class RolloutRunner:
 
     async def _attempt(self, member: Member, scope: RolloutScope) -> Outcome:
         """One call of `step`; any exception but a cancellation from outside becomes an outcome."""
-        item = fresh_item(member.draw.row)
+        item = fresh_item(member.group.draw.row)
         try:
             if self._blocking:
                 result: Any = await self._threads.run(lambda: self._worker.step(item))
@@ -343,30 +404,29 @@ class RolloutRunner:
             return truncated(scope.trajectories, "deadline")
         return failed(failure, scope.trajectories)
 
-    async def _end(self, member: Member, outcome: Outcome, on_end: OnEnd) -> None:
+    async def _end(self, member: Member, outcome: Outcome) -> None:
         """The one place where a rollout ends; a second end of the same one is only counted."""
         if member.holds_slot:
-            member.holds_slot = False
-            self._slots.release()
+            self._free_slot(member)
         if member.ended:
             self._tracker.count("rollout/late_results")
             return
         member.ended = True
-        now = asyncio.get_running_loop().time()
-        started = member.started if member.deadline is not None else now
+        group = member.group
         record = RolloutRecord(
             rollout_id=member.rollout_id,
-            group_key=member.draw.key,
+            group_key=group.key,
             member=member.index,
             status=outcome.status,
             reason=outcome.reason,
             trajectories=identified(outcome.trajectories, member.scope) if member.scope else (),
             failure=outcome.failure,
             attempts=max(member.attempts, 1),
-            duration_s=now - started,
+            duration_s=0.0 if member.deadline is None else group.loop.time() - member.started,
         )
         self._tracker.rollout_ended(record)
-        await on_end(record)
+        await group.on_end(record)
+        group.member_ended()
 
     # --- worker -------------------------------------------------------------------------------
 
@@ -386,6 +446,10 @@ class RolloutRunner:
                 f"setup() of {type(self._worker).__name__} raised {type(error).__name__}: {error} "
                 f"at {user_frame(error)}"
             ) from error
+
+
+def _tasks_of(group: RunningGroup) -> list[asyncio.Task[None]]:
+    return [m.task for m in group.members if m.task is not None and not m.task.done()]
 
 
 def fresh_item(row: Mapping[str, Any]) -> dict[str, Any]:

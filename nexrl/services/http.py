@@ -15,8 +15,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
 
 import aiohttp
 from aiohttp import web
@@ -35,6 +35,8 @@ from nexrl.errors import (
 
 MAX_BODY_BYTES = 1 << 30
 _MANY_FILES = 65_536
+_ANSWERS_GRACE_S = 0.2
+"""Seconds that requests in progress have to answer once a server is told to stop."""
 PARENT_PIPE_VARIABLE = "NEXRL_PARENT_PIPE"
 """Set to 1 by a launcher that holds our standard input: when it goes away, so do we."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -61,6 +63,11 @@ def error_body(error: BaseException) -> dict[str, Any]:
     }
 
 
+def status_of(error: BaseException) -> int:
+    """The HTTP status that stands for an error."""
+    return next((s for kind, s in _STATUS_BY_ERROR if isinstance(error, kind)), 500)
+
+
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -69,8 +76,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         body = {"error": {"message": error.reason, "type": "HTTPError", "retryable": False}}
         return web.json_response(body, status=error.status)
     except Exception as error:  # noqa: BLE001 - the border of the process: every error becomes an answer
-        status = next((s for kind, s in _STATUS_BY_ERROR if isinstance(error, kind)), 500)
-        return web.json_response(error_body(error), status=status)
+        return web.json_response(error_body(error), status=status_of(error))
 
 
 def _require_token(token: str) -> Any:
@@ -134,7 +140,9 @@ async def serve(app: web.Application, sock: socket.socket, *, name: str) -> None
 
     The handler's task is cancelled when its client goes away, so an abandoned request stops work.
     """
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, shutdown_timeout=_ANSWERS_GRACE_S
+    )
     await runner.setup()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -150,6 +158,17 @@ async def serve(app: web.Application, sock: socket.socket, *, name: str) -> None
         await stop.wait()
     finally:
         await runner.cleanup()
+
+
+def end_process(code: int) -> NoReturn:
+    """Leave a service's process whose resources are closed.
+
+    The interpreter's own teardown takes up to a second once torch is loaded, and a person who
+    pressed Ctrl-C waits for it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def _stop_with_parent(stop: asyncio.Event) -> None:
@@ -206,6 +225,23 @@ class HttpClient:
         deadline_s: float | None = None,
     ) -> bytes:
         """One request; the body of a 2xx answer, else the service's error as ours."""
+        async with self.open(
+            method, path, body=body, content_type=content_type, deadline_s=deadline_s
+        ) as response:
+            return await response.read()
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        content_type: str = "application/json",
+        deadline_s: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """One request whose answer is read inside the block, under the same deadline and with the
+        same errors; leaving the block before the answer's end closes the connection."""
         deadline = self._request_s if deadline_s is None else deadline_s
         timeout = aiohttp.ClientTimeout(total=deadline, sock_connect=self._connect_s)
         headers = {"Content-Type": content_type} if body is not None else {}
@@ -214,10 +250,10 @@ class HttpClient:
             async with self._get_session().request(
                 method, url, data=body, headers=headers, timeout=timeout
             ) as response:
-                answer = await response.read()
                 if response.status >= 300:
+                    answer = await response.read()
                     raise error_from_answer(self._name, url, response.status, answer)
-                return answer
+                yield response
         except TimeoutError as error:
             raise DeadlineError(
                 f"{self._name}: {method} {url} did not answer within {deadline:g} s"

@@ -71,7 +71,10 @@ class InstantInference:
         self._resumed.set()
         self._failures = np.random.default_rng(seed)
         self._draws, self._texts = self._make_draws(text)
-        self._logprobs = {p: self._distribution(v) for p, v in self._versions.items()}
+        self._logprobs: dict[str, FloatArray] = {}
+        self._draw_logprobs: dict[str, list[FloatArray]] = {}
+        for version in self._versions.values():
+            self._take_weights(version)
         self._spans: dict[tuple[str, int], tuple[VersionSpan, ...]] = {}
         self.num_calls = 0
 
@@ -128,7 +131,7 @@ class InstantInference:
     async def load_weights(self, manifest: WeightManifest) -> LoadAck:
         """See `EngineControl.load_weights`; trusts the manifest, there are no tensors to hash."""
         self._loaded = manifest.version
-        self._logprobs[manifest.version.policy] = self._distribution(manifest.version)
+        self._take_weights(manifest.version)
         return LoadAck(version=manifest.version, checksum=manifest.checksum)
 
     async def activate(self, version: PolicyVersion) -> None:
@@ -167,6 +170,13 @@ class InstantInference:
         texts = [" ".join(map(str, row[:-1])) if text is None else text for row in table]
         return list(table), texts
 
+    def _take_weights(self, version: PolicyVersion) -> None:
+        """Logprobs of every draw at once, so that a completion looks them up."""
+        self._logprobs[version.policy] = self._distribution(version)
+        self._draw_logprobs[version.policy] = list(
+            self._logprobs[version.policy][np.stack(self._draws)]
+        )
+
     def _distribution(self, version: PolicyVersion) -> FloatArray:
         """[V] log probabilities of a version."""
         rng = np.random.default_rng(derive_seed(self._seed, version))
@@ -187,7 +197,7 @@ class InstantInference:
             self._spans[key] = spans
         return Completion(
             token_ids=token_ids,
-            logprobs=self._logprobs[version.policy][token_ids],
+            logprobs=self._draw_logprobs[version.policy][index][:limit],
             versions=spans,
             text=self._texts[index] if finish == "eos" else " ".join(map(str, token_ids)),
             finish_reason=finish,

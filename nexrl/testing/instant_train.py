@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from nexrl.algorithms.losses import LOSSES, loss_definition
+from nexrl.atomic import atomic_folder
 from nexrl.errors import ConfigError, InvariantError, NexRLError, ServiceError
-from nexrl.services.train.atomic_folder import atomic_folder
 from nexrl.services.train.chunk_checks import (
     check_chunk,
     check_finite,

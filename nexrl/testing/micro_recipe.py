@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -51,6 +52,58 @@ class Finished:
         manifests = sorted((self.run / "publications").glob("*/manifest.json"), key=version_number)
         tensors = json.loads(manifests[-1].read_text())["tensors"]
         return {t["name"]: t["checksum"] for t in tensors}
+
+
+class Running:
+    """A `nexrl launch` process that runs; tests signal it at a moment that its output marks."""
+
+    def __init__(self, recipe: Recipe, *arguments: str) -> None:
+        self._recipe = recipe
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "nexrl.cli.main", "launch", str(recipe.folder), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=recipe.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def read_until(self, word: str) -> None:
+        """Wait for a line with this word on standard output; AssertionError when the run ends."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if word in line:
+                return
+        assert self.process.stderr is not None
+        raise AssertionError(f"the run ended before {word!r}: {self.process.stderr.read()}")
+
+    def children(self) -> dict[int, str]:
+        """Command lines of its child processes by pid."""
+        pid = self.process.pid
+        pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return {int(p): Path(f"/proc/{p}/cmdline").read_text() for p in pids}
+
+    def end(self, timeout_s: float = 30) -> Finished:
+        """Wait for its end; kills it and fails when it does not end in time."""
+        try:
+            out, err = self.process.communicate(timeout=timeout_s)
+        finally:
+            self.process.kill()
+        return Finished(
+            code=self.process.returncode, out=out, err=err, run=self._recipe.latest_run()
+        )
+
+
+def has_ended(pid: int, timeout_s: float = 10) -> bool:
+    """Whether a process that is not ours to wait for ends in time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], timeout_s)[0])
+    finally:
+        os.close(handle)
 
 
 def version_number(path: Path) -> int:
@@ -122,6 +175,10 @@ class Recipe:
 
     def launch(self, *arguments: str, timeout_s: float = 100) -> Finished:
         return self.nexrl("launch", str(self.folder), *arguments, timeout_s=timeout_s)
+
+    def start(self, *arguments: str) -> Running:
+        """Start `nexrl launch` and return while it runs."""
+        return Running(self, *arguments)
 
     def latest_run(self) -> Path | None:
         runs = sorted(

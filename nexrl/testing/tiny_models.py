@@ -36,6 +36,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+
 def make_tiny_model(
     folder: Path | str,
     *,

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nexrl.algorithms.losses import LOSSES, loss_definition
+from nexrl.atomic import atomic_folder
 from nexrl.errors import ServiceError
-from nexrl.services.train.atomic_folder import atomic_folder
 from nexrl.services.train.publication import NamedTensor, publish
 from nexrl.types import (
     DEFAULT_POLICY,

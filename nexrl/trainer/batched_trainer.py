@@ -6,9 +6,10 @@ another, every call submitted before the first returns, and judges what came bac
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from nexrl.algorithms.advantages import IndexArray
 from nexrl.algorithms.aggregation import token_weights
 from nexrl.errors import InvariantError
 from nexrl.trainer.batching import Chunk, RowTable, make_chunks, split_by_group
-from nexrl.trainer.pipeline import in_flight
 from nexrl.trainer.trainer import Trainer
 from nexrl.types import (
     OUTPUT_MASK,
@@ -28,6 +28,8 @@ from nexrl.types import (
     OptimResult,
     Trajectory,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,3 +198,19 @@ def step_metrics(outcome: Outcome) -> dict[str, float]:
         metrics["loss/total"] = float(np.mean([step.loss for step in applied]))
         metrics["grad_norm"] = float(np.mean([step.result.grad_norm for step in applied]))
     return metrics
+
+
+async def in_flight(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Start all calls in order, then return their results in that order.
+
+    The next call starts before the last returns, so the wire and the trainer's own work hide behind
+    the service's compute; calls on one policy take effect in the order they were started.
+    The first failure is raised as it is; the other calls are cancelled and have ended by then.
+    """
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -22,11 +22,7 @@ def trainer_class(config: TrainerConfig, recipe_dir: Path) -> type[Trainer]:
     if config.type != "custom":
         return BUILT_IN[config.type]
     module, name = config.custom_trainer_module_path, config.custom_trainer_class_name
-    if not module or not name:
-        raise ConfigError(
-            "trainer.type: custom needs trainer.custom_trainer_module_path and "
-            "trainer.custom_trainer_class_name"
-        )
+    assert module and name, "the configuration's rules ask for both"  # noqa: PT018 - one fact
     found = load_user_class(
         module, name, recipe_dir=recipe_dir, key="trainer.custom_trainer_module_path"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nexrl.errors import InvariantError
+from nexrl.types.quick import quick
 from nexrl.types.trajectory import TokenRow, Trajectory, TrajectoryStatus, Turn
 from nexrl.types.versions import (
     FinishReason,
@@ -20,6 +21,7 @@ from nexrl.types.versions import (
 )
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Tokens drawn by one choice of one inference call."""
@@ -76,8 +78,9 @@ class Completion:
 
     def to_row(self) -> TokenRow:
         """Prompt and completion as one token row whose mask is 1 exactly on drawn tokens."""
-        num_prompt, num_drawn = len(self.prompt_token_ids), len(self.token_ids)
-        total = num_prompt + num_drawn
+        num_prompt = len(self.prompt_token_ids)
+        token_ids = np.concatenate([self.prompt_token_ids, self.token_ids], dtype=np.int32)
+        total = len(token_ids)
         sampled = np.zeros(total, np.bool_)
         sampled[num_prompt:] = True
         logprobs: FloatArray | None = None
@@ -85,15 +88,17 @@ class Completion:
             logprobs = np.zeros(total, np.float32)
             logprobs[num_prompt:] = self.logprobs
         return TokenRow(
-            token_ids=np.concatenate([self.prompt_token_ids, self.token_ids]).astype(
-                np.int32, copy=False
-            ),
+            token_ids=token_ids,
             sampled=sampled,
             loss_mask=sampled,
             behavior_logprobs=logprobs,
             versions=tuple(
-                VersionSpan(start=s.start + num_prompt, end=s.end + num_prompt, version=s.version)
-                for s in self.versions
+                [
+                    VersionSpan(
+                        start=s.start + num_prompt, end=s.end + num_prompt, version=s.version
+                    )
+                    for s in self.versions
+                ]
             ),
             version_source=self.version_source,
             temperature=self.temperature,

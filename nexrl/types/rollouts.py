@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nexrl.types.quick import quick
 from nexrl.types.trajectory import Failure, Trajectory, TrajectoryStatus
 
 
@@ -30,6 +31,7 @@ class Draw:
         return f"{self.item_id}/{self.draw}"
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
     """One finished run of `RolloutWorker.step` for (item, draw, member); the ledger's unit."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nexrl.types.quick import quick
 from nexrl.types.versions import IntArray, LogprobKind
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How tokens are drawn. Every field is always sent, so no server default leaks in (FR-085)."""

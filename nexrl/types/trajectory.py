@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from nexrl.errors import FailureClass, InvariantError
+from nexrl.types.quick import quick
 from nexrl.types.sampling import Sampling
 from nexrl.types.versions import (
     DEFAULT_POLICY,
@@ -36,6 +37,7 @@ class TrajectoryStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
+_ENDED_WELL = (TrajectoryStatus.COMPLETED, TrajectoryStatus.TRUNCATED)
 TruncationCause = Literal["length", "context", "deadline"]
 
 
@@ -98,6 +100,7 @@ class Column:
     """What a padded position holds."""
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRow:
     """One token sequence with aligned arrays; never split.
@@ -131,15 +134,11 @@ class TokenRow:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for name, array in (
-            ("loss_mask", self.loss_mask),
-            ("sampled", self.sampled),
-            ("behavior_logprobs", self.behavior_logprobs),
-        ):
-            if array is not None and len(array) != length:
-                raise InvariantError(
-                    f"token row: {name} has length {len(array)}, token_ids has {length}"
-                )
+        self._check_length("loss_mask", self.loss_mask, length)
+        if self.sampled is not None and self.sampled is not self.loss_mask:
+            self._check_length("sampled", self.sampled, length)
+        if self.behavior_logprobs is not None:
+            self._check_length("behavior_logprobs", self.behavior_logprobs, length)
         for name, column in self.columns.items():
             if len(column.values) != length:
                 raise InvariantError(
@@ -159,8 +158,18 @@ class TokenRow:
         if self.behavior_logprobs is not None:
             if self.sampled is None:
                 raise InvariantError("token row: behavior_logprobs given without `sampled`")
-            if not math.isfinite(float(np.dot(self.behavior_logprobs, self.sampled))):
+            # Squares are finite where the logprobs are; only their sum may overflow, in which case
+            # each is looked at. One product is a fifth of the cost of `np.isfinite(...).all()`.
+            logprobs = self.behavior_logprobs
+            if not math.isfinite(np.dot(logprobs, logprobs)) and not np.isfinite(logprobs).all():
                 raise InvariantError("token row: behavior_logprobs has a NaN or infinite entry")
+
+    @staticmethod
+    def _check_length(name: str, array: Array, length: int) -> None:
+        if len(array) != length:
+            raise InvariantError(
+                f"token row: {name} has length {len(array)}, token_ids has {length}"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -183,6 +192,7 @@ class TokenRow:
         return oldest
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Time that one call of a rollout spent with one service, in seconds of the run's clock."""
@@ -197,6 +207,7 @@ class Segment:
     """When the answer arrived."""
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """Where a trajectory came from, enough to repeat it."""
@@ -226,6 +237,7 @@ class Provenance:
 EMPTY_PROVENANCE = Provenance()
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """What a rollout leaves: rows, status, rewards and provenance.
@@ -283,7 +295,7 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         if self.rows:
-            if len(self.rows) == 1:
+            if len(self.rows) == 1 and self.tokens is not self.rows[0].token_ids:
                 object.__setattr__(self, "tokens", self.rows[0].token_ids)
                 object.__setattr__(self, "loss_mask", self.rows[0].loss_mask)
         elif self.tokens is not None:
@@ -304,15 +316,14 @@ class Trajectory:
     @property
     def num_response_tokens(self) -> int:
         """Trained tokens over all rows."""
+        if len(self.rows) == 1:
+            return self.rows[0].num_trained_tokens
         return sum(row.num_trained_tokens for row in self.rows)
 
     @property
     def trainable(self) -> bool:
         """Completed or truncated, with at least one row."""
-        return bool(self.rows) and self.status in (
-            TrajectoryStatus.COMPLETED,
-            TrajectoryStatus.TRUNCATED,
-        )
+        return bool(self.rows) and self.status in _ENDED_WELL
 
     def oldest_version(self) -> PolicyVersion | None:
         """The lowest version among all trained tokens; None when unknown."""

@@ -84,5 +84,5 @@ def derive_seed(*parts: object) -> int:
 
     seed of a call = derive_seed(run seed, policy, item_id, draw, member, call index).
     """
-    text = "\x1f".join(str(p) for p in parts).encode()
+    text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

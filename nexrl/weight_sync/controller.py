@@ -10,6 +10,8 @@ engine. What a phase does to engines is in `engine_set.py`, what is believed of 
 from __future__ import annotations
 
 import asyncio
+import re
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -40,7 +42,6 @@ from nexrl.weight_sync.canary import (
     synthetic_chunk,
 )
 from nexrl.weight_sync.engine_set import ChecksumRule, EngineSet
-from nexrl.weight_sync.publications import delete_old, publication_folder
 
 T = TypeVar("T")
 _CHECKSUM_RULES: Mapping[str, ChecksumRule] = {
@@ -48,18 +49,6 @@ _CHECKSUM_RULES: Mapping[str, ChecksumRule] = {
     "checksum": "required",
     "off": "ignored",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
-    """One version that every engine now serves."""
-
-    version: PolicyVersion
-    """What is active."""
-    manifest: WeightManifest
-    """What was published."""
-    metrics: dict[str, float]
-    """sync/*: seconds of each phase, bytes, canary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +98,9 @@ class WeightSyncController:
         """The publication that every engine serves; None before `start`."""
         return self._active
 
-    async def start(self, version: PolicyVersion) -> SyncReport:
-        """Publish the present weights, make every engine serve them, and test the path itself.
+    async def start(self, version: PolicyVersion) -> dict[str, float]:
+        """Publish the present weights, make every engine serve them, and test the path itself;
+        returns sync/*.
 
         The test loads the same weights again and expects unchanged logprobs: a loader that
         processes weights twice would corrupt every later rollout in silence (FR-110).
@@ -136,8 +126,7 @@ class WeightSyncController:
         async with self._alone(version):
             if self._active is None:
                 raise WeightSyncError(f"sync {version}: `start` has not been called")
-            report = await self._run(version, unchanged=unchanged, probe_rows=probe_rows)
-            return report.metrics
+            return await self._run(version, unchanged=unchanged, probe_rows=probe_rows)
 
     @asynccontextmanager
     async def _alone(self, version: PolicyVersion) -> AsyncIterator[None]:
@@ -166,7 +155,7 @@ class WeightSyncController:
         unchanged: bool,
         probe_rows: Sequence[TokenRow] = (),
         starting: bool = False,
-    ) -> SyncReport:
+    ) -> dict[str, float]:
         """All phases in order; whatever fails before activation sends the engines back."""
         async with self._timed("publish"):
             manifest = await self._publish(version, unchanged=unchanged)
@@ -186,15 +175,15 @@ class WeightSyncController:
             await self._engines.resume(version)
         self._remember(version, verdicts, answer, unchanged=unchanged or starting)
         await asyncio.to_thread(
-            delete_old, self._folder, self._policy, keep=self._config.keep_publications
+            _delete_old, self._folder, self._policy, keep=self._config.keep_publications
         )
-        return SyncReport(
-            version=version, manifest=manifest, metrics=self._metrics(manifest, verdicts)
-        )
+        return self._metrics(manifest, verdicts)
 
     async def _publish(self, version: PolicyVersion, *, unchanged: bool) -> WeightManifest:
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = publication_folder(self._folder, version).absolute()
+        # One folder a version: policies and a resumed run share a parent without meeting.
+        name = f"{version.policy}-{version.incarnation:04d}-{version.number:08d}"
+        path = (self._folder / name).absolute()
         manifest = await self._trainer(
             "publish",
             version,
@@ -344,3 +333,11 @@ class WeightSyncController:
             raise WeightSyncError(f"{where}: no answer within {deadline_s:g} s") from error
         except NexRLError as error:
             raise WeightSyncError(f"{where}: {error}") from error
+
+
+def _delete_old(parent: Path, policy: str, *, keep: int) -> None:
+    """Delete all but the newest `keep` publications of a policy."""
+    pattern = re.compile(re.escape(policy) + r"-\d+-\d+")
+    found = sorted(folder for folder in parent.iterdir() if pattern.fullmatch(folder.name))
+    for folder in found[:-keep]:
+        shutil.rmtree(folder)

@@ -1,7 +1,7 @@
 """Clients of inference: the hot path to our own server, and any OpenAI-compatible URL.
 
 Stands between a rollout worker and an engine. `HttpInferenceService` speaks msgpack to our server
-and joins calls for the same prompt; `OpenAIInferenceClient` (in `openai_client.py`) speaks
+and sends the calls of one tick together; `OpenAIInferenceClient` (in `openai_client.py`) speaks
 OpenAI's JSON to everything else.
 """
 
@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
-from nexrl.errors import InfrastructureError
+from nexrl.errors import NexRLError, ServiceError
 from nexrl.services.http import HttpClient
 from nexrl.services.inference.messages import (
+    ABORT_PATH,
     CONTENT_TYPE,
     GENERATE_PATH,
+    LENGTH_BYTES,
+    Answer,
+    Call,
     pack_generate,
-    unpack_completions,
+    unpack_frame,
 )
 from nexrl.services.inference.openai_client import OpenAIInferenceClient
 from nexrl.services.inference.seeds import choice_seeds
@@ -42,27 +49,40 @@ from nexrl.wire import from_plain, pack, unpack
 
 __all__ = ["HttpInferenceService", "OpenAIInferenceClient"]
 
-_Key = tuple[bytes, Sampling, str]
+_MOST_CHOICES = 1024
+_MOST_TOKENS = 1 << 20
 
 
 @dataclass(eq=False, slots=True)
-class _Joined:
-    """Calls for the same prompt, sampling and policy that go out as one request."""
+class _Waiting:
+    """A caller: what it asks for and where it waits."""
 
-    prompt: Prompt
-    sampling: Sampling
-    policy: str
-    seeds: list[int] = field(default_factory=list)
-    callers: list[tuple[int, int, asyncio.Future[list[Completion]]]] = field(default_factory=list)
-    """(first choice, number of choices, where the caller waits)."""
+    call: Call
+    future: asyncio.Future[list[Completion]]
+    exchange: _Exchange | None = None
+    """The request it went out with."""
+
+
+@dataclass(eq=False, slots=True)
+class _Exchange:
+    """One HTTP request and its streamed answer."""
+
+    callers: list[_Waiting]
+    request_id: str = field(default_factory=lambda: uuid4().hex)
+    task: asyncio.Task[None] | None = None
+    accepted: bool = False
+    """The server knows the request, so single calls of it can be aborted."""
+    abandoned: list[int] = field(default_factory=list)
+    """Calls whose callers have gone and that the server was not told of yet."""
 
 
 class HttpInferenceService:
     """`InferenceService` against our own server.
 
-    Invariants: `generate` calls of one tick of the event loop that ask for the same prompt with
-    the same sampling become one HTTP request with a seed per choice; each caller gets its own
-    choices and its own error, and an HTTP request whose callers have all gone is cancelled.
+    Invariants: `generate` calls of one tick of the event loop go out together, in as few HTTP
+    requests as their bounded size allows; each caller gets its own choices when they have ended, or
+    its own error. An abandoned call is aborted by a message, a request whose callers have all gone
+    by closing its connection.
     """
 
     def __init__(
@@ -84,7 +104,7 @@ class HttpInferenceService:
             connect_deadline_s=connect_deadline_s,
             request_deadline_s=request_deadline_s,
         )
-        self._joined: dict[_Key, _Joined] = {}
+        self._new: list[_Waiting] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- drawing ----------------------------------------------------------------------------
@@ -93,58 +113,83 @@ class HttpInferenceService:
         self, prompt: Prompt, *, sampling: Sampling, n: int = 1, policy: str = DEFAULT_POLICY
     ) -> list[Completion]:
         """Draw n completions of one prompt, in choice order; see `InferenceClient.generate`."""
-        seeds = choice_seeds(sampling, n)
-        bare = replace(sampling, seed=None, seeds=())
-        key = (prompt.token_ids.tobytes(), bare, policy)
         loop = asyncio.get_running_loop()
-        joined = self._joined.get(key)
-        if joined is None:
-            if not self._joined:
-                loop.call_soon(self._send_joined)
-            joined = self._joined[key] = _Joined(prompt, bare, policy)
-        future: asyncio.Future[list[Completion]] = loop.create_future()
-        joined.callers.append((len(joined.seeds), n, future))
-        joined.seeds.extend(seeds)
-        return await future
-
-    def _send_joined(self) -> None:
-        """The tick is over: one task for each distinct request."""
-        waiting, self._joined = self._joined, {}
-        for joined in waiting.values():
-            if all(future.done() for _, _, future in joined.callers):
-                continue
-            task = asyncio.get_running_loop().create_task(self._send(joined))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            cancel_if_unwanted = _cancel_when_all_gone(task, joined)
-            for _, _, future in joined.callers:
-                future.add_done_callback(cancel_if_unwanted)
-
-    async def _send(self, joined: _Joined) -> None:
+        call = Call(prompt.token_ids, sampling, choice_seeds(sampling, n), policy)
+        caller = _Waiting(call, loop.create_future())
+        if not self._new:
+            loop.call_soon(self._send_new)
+        self._new.append(caller)
         try:
-            body = pack_generate(
-                joined.prompt.token_ids, joined.sampling, joined.seeds, joined.policy
-            )
-            answer = await self._http.request(
-                "POST", GENERATE_PATH, body=body, content_type=CONTENT_TYPE
-            )
-            completions = unpack_completions(answer, joined.prompt.token_ids)
-            if len(completions) != len(joined.seeds):
-                raise InfrastructureError(
-                    f"inference: asked for {len(joined.seeds)} choices, got {len(completions)}"
-                )
+            return await caller.future
         except asyncio.CancelledError:
-            for _, _, future in joined.callers:
-                future.cancel()
+            self._abandon(caller)
             raise
+
+    def _send_new(self) -> None:
+        """The tick is over: everything that was asked for goes out."""
+        waiting = [caller for caller in self._new if not caller.future.done()]
+        self._new = []
+        for callers in _bounded(waiting):
+            exchange = _Exchange(callers)
+            for caller in callers:
+                caller.exchange = exchange
+            exchange.task = self._start(self._run(exchange))
+            exchange.task.add_done_callback(partial(_cancel_rest, exchange))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run(self, exchange: _Exchange) -> None:
+        try:
+            await self._receive(exchange)
+            _fail(exchange, ServiceError("inference: the answer ended early", retryable=True))
         except Exception as error:  # noqa: BLE001 - every caller gets the error where it waits
-            for _, _, future in joined.callers:
-                if not future.done():
-                    future.set_exception(error)
+            _fail(exchange, error)
+
+    async def _receive(self, exchange: _Exchange) -> None:
+        """Send the request and settle callers frame by frame, until the answer ends."""
+        calls = [caller.call for caller in exchange.callers]
+        body = pack_generate(exchange.request_id, calls)
+        async with self._http.open(
+            "POST", GENERATE_PATH, body=body, content_type=CONTENT_TYPE
+        ) as response:
+            exchange.accepted = True
+            self._send_aborts(exchange)
+            read = response.content.readexactly
+            while True:
+                try:
+                    frame = await read(int.from_bytes(await read(LENGTH_BYTES), "little"))
+                except asyncio.IncompleteReadError:
+                    return
+                for index, answer in unpack_frame(frame, calls, self._http.base_url):
+                    _settle(exchange.callers[index].future, answer)
+
+    def _abandon(self, caller: _Waiting) -> None:
+        """Free what the server holds for a caller that has gone."""
+        exchange = caller.exchange
+        if exchange is None or exchange.task is None or exchange.task.done():
             return
-        for first, n, future in joined.callers:
-            if not future.done():
-                future.set_result(completions[first : first + n])
+        if all(other.future.done() for other in exchange.callers):
+            exchange.task.cancel()
+            return
+        if exchange.accepted and not exchange.abandoned:
+            asyncio.get_running_loop().call_soon(self._send_aborts, exchange)
+        exchange.abandoned.append(exchange.callers.index(caller))
+
+    def _send_aborts(self, exchange: _Exchange) -> None:
+        indices, exchange.abandoned = exchange.abandoned, []
+        if indices:
+            self._start(self._abort({"id": exchange.request_id, "calls": indices}))
+
+    async def _abort(self, message: Mapping[str, Any]) -> None:
+        # A server that cannot be told has lost the request too, and its callers learn of that.
+        with suppress(NexRLError):
+            await self._http.request(
+                "POST", ABORT_PATH, body=pack(message), content_type=CONTENT_TYPE
+            )
 
     # --- steering ---------------------------------------------------------------------------
 
@@ -195,17 +240,44 @@ class HttpInferenceService:
 
     async def aclose(self) -> None:
         """Cancel what is under way and close all connections; idempotent."""
+        for caller in self._new:
+            caller.future.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.aclose()
 
 
-def _cancel_when_all_gone(
-    task: asyncio.Task[None], joined: _Joined
-) -> Callable[[asyncio.Future[list[Completion]]], None]:
-    def check(_: asyncio.Future[list[Completion]]) -> None:
-        if all(future.cancelled() for _, _, future in joined.callers):
-            task.cancel()
+def _bounded(callers: Iterable[_Waiting]) -> Iterator[list[_Waiting]]:
+    """In order, in parts of bounded size, so that no request and no frame grows without limit."""
+    part: list[_Waiting] = []
+    choices = tokens = 0
+    for caller in callers:
+        choices += len(caller.call.seeds)
+        tokens += len(caller.call.prompt)
+        if part and (choices > _MOST_CHOICES or tokens > _MOST_TOKENS):
+            yield part
+            part, choices, tokens = [], len(caller.call.seeds), len(caller.call.prompt)
+        part.append(caller)
+    if part:
+        yield part
 
-    return check
+
+def _settle(future: asyncio.Future[list[Completion]], answer: Answer) -> None:
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
+def _fail(exchange: _Exchange, error: Exception) -> None:
+    for caller in exchange.callers:
+        _settle(caller.future, error)
+
+
+def _cancel_rest(exchange: _Exchange, _: asyncio.Task[None]) -> None:
+    """A cancelled task, even one that never began, leaves nobody waiting."""
+    for caller in exchange.callers:
+        caller.future.cancel()

@@ -1,13 +1,15 @@
 """Messages between our client and our server: msgpack, token arrays as raw bytes.
 
-The choices of one call travel as columns, so that a message costs a few calls however many
-choices and tokens it has. Every other server is spoken to in OpenAI's JSON.
+One request carries many calls; its answer is a stream of frames, each with the calls that ended in
+one step of the engine. The choices of a frame travel as columns, so that a frame costs a few calls
+however many choices and tokens it has. Every other server is spoken to in OpenAI's JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,95 +17,153 @@ import msgpack
 import numpy as np
 
 from nexrl.errors import InvariantError
-from nexrl.types import (
-    Completion,
-    IntArray,
-    PolicyVersion,
-    Sampling,
-    VersionSpan,
-)
+from nexrl.services.http import error_body, error_from_answer, status_of
+from nexrl.types import Completion, IntArray, PolicyVersion, Sampling, VersionSpan
 
 CONTENT_TYPE = "application/msgpack"
 GENERATE_PATH = "/generate"
+ABORT_PATH = "/generate/abort"
+LENGTH_BYTES = 4
+"""Before each frame: its length, little-endian."""
+_DAMAGE = (
+    ValueError, TypeError, KeyError, IndexError, AttributeError, msgpack.exceptions.UnpackException,
+)  # fmt: skip
+_PER_CHOICE = ("text", "finish_reason", "raw_finish_reason", "seed", "temperature", "logprob_kind", "version_source")  # fmt: skip
 
 
-def pack_generate(prompt: IntArray, sampling: Sampling, seeds: Sequence[int], policy: str) -> bytes:
-    """A request for one choice per seed; every sampling field is stated (FR-085)."""
-    body = {
-        "prompt": np.ascontiguousarray(prompt, "<i4").tobytes(),
-        "sampling": asdict(sampling) | {"seed": None, "seeds": list(seeds)},
-        "policy": policy,
-    }
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One `generate` call, whose seeds are decided."""
+
+    prompt: IntArray
+    """[P] as fed."""
+    sampling: Sampling
+    """Its own seed and seeds count no more."""
+    seeds: tuple[int, ...]
+    """One for each choice."""
+    policy: str
+    """Who draws."""
+
+
+Answer = list[Completion] | Exception
+"""What one call ends with: its choices in order, or its error."""
+
+
+def pack_generate(request_id: str, calls: Sequence[Call]) -> bytes:
+    """A request; prompts and settings that calls share are stated once, and every sampling field
+    is (FR-085)."""
+    prompts: dict[bytes, int] = {}
+    settings: dict[tuple[Any, ...], int] = {}
+    rows = []
+    fields: list[dict[str, Any]] = []
+    for call in calls:
+        s = call.sampling
+        key = (s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop, s.stop_token_ids, call.policy)
+        if key not in settings:
+            settings[key] = len(settings)
+            fields.append(asdict(replace(s, seed=None, seeds=())) | {"policy": call.policy})
+        prompt = np.ascontiguousarray(call.prompt, "<i4").tobytes()
+        rows.append((prompts.setdefault(prompt, len(prompts)), settings[key], call.seeds))
+    body = {"id": request_id, "prompts": list(prompts), "settings": fields, "calls": rows}
     packed: bytes = msgpack.packb(body)
     return packed
 
 
-def unpack_generate(body: bytes) -> tuple[IntArray, Sampling, int, str]:
-    """Prompt, sampling, number of choices and policy of a request."""
+def unpack_generate(body: bytes) -> tuple[str, list[Call]]:
+    """Id and calls of a request; InvariantError when it is not one."""
     try:
         message = msgpack.unpackb(body)
-        fields = message["sampling"]
-        for name in ("stop", "stop_token_ids", "seeds"):
-            fields[name] = tuple(fields[name])
-        sampling = Sampling(**fields)
-        prompt = np.frombuffer(message["prompt"], "<i4")
-        return prompt, sampling, len(sampling.seeds), str(message["policy"])
-    except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
+        prompts = [np.frombuffer(p, "<i4") for p in message["prompts"]]
+        settings: list[tuple[Sampling, str]] = []
+        for fields in message["settings"]:
+            policy = str(fields.pop("policy"))
+            for name in ("stop", "stop_token_ids", "seeds"):
+                fields[name] = tuple(fields[name])
+            settings.append((Sampling(**fields), policy))
+        calls = []
+        for prompt, setting, seeds in message["calls"]:
+            sampling, policy = settings[setting]
+            calls.append(Call(prompts[prompt], sampling, tuple(seeds), policy))
+        return str(message["id"]), calls
+    except _DAMAGE as error:
         raise InvariantError(f"not a readable generate request: {error!r}") from error
 
 
-def pack_completions(completions: Sequence[Completion]) -> bytes:
-    """The choices of one call, which share prompt, temperature and logprob kind."""
-    first = completions[0]
+def pack_frame(answers: Sequence[tuple[int, Answer]]) -> bytes:
+    """(index of the call, its answer) for calls that have ended, its length in front."""
+    errors = [
+        (index, status_of(answer), json.dumps(error_body(answer)).encode())
+        for index, answer in answers
+        if isinstance(answer, Exception)
+    ]
+    done = [(index, answer) for index, answer in answers if not isinstance(answer, Exception)]
+    choices = [completion for _, answer in done for completion in answer]
+    versions: dict[PolicyVersion, int] = {}
     body: dict[str, Any] = {
-        "lengths": [len(c.token_ids) for c in completions],
-        "token_ids": np.concatenate([c.token_ids for c in completions]).astype("<i4").tobytes(),
-        "logprobs": None,
-        "versions": [[(s.start, s.end, str(s.version)) for s in c.versions] for c in completions],
-        "texts": [c.text for c in completions],
-        "finish_reasons": [c.finish_reason for c in completions],
-        "raw_finish_reasons": [c.raw_finish_reason for c in completions],
-        "seeds": [c.seed for c in completions],
-        "version_source": first.version_source,
-        "temperature": first.temperature,
-        "logprob_kind": first.logprob_kind,
+        "errors": errors,
+        "calls": [(index, len(answer)) for index, answer in done],
+        "lengths": [len(c.token_ids) for c in choices],
+        "token_ids": b"".join(c.token_ids.astype("<i4", copy=False).tobytes() for c in choices),
+        "logprobs": [
+            None if c.logprobs is None else c.logprobs.astype("<f4", copy=False).tobytes()
+            for c in choices
+        ],
+        "spans": [
+            [(s.start, s.end, versions.setdefault(s.version, len(versions))) for s in c.versions]
+            for c in choices
+        ],
     }
-    logprobs = [c.logprobs for c in completions if c.logprobs is not None]
-    if len(logprobs) == len(completions):
-        body["logprobs"] = np.concatenate(logprobs).astype("<f4").tobytes()
+    body["versions"] = [str(v) for v in versions]
+    for name in _PER_CHOICE:
+        body[name] = [getattr(c, name) for c in choices]
     packed: bytes = msgpack.packb(body)
-    return packed
+    return len(packed).to_bytes(LENGTH_BYTES, "little") + packed
 
 
-def unpack_completions(body: bytes, prompt: IntArray) -> list[Completion]:
-    """Inverse of `pack_completions`; the prompt is the caller's own."""
+def unpack_frame(frame: bytes, calls: Sequence[Call], url: str) -> list[tuple[int, Answer]]:
+    """Inverse of `pack_frame` without the length; the prompts are those of the calls."""
     try:
-        message = msgpack.unpackb(body)
-        token_ids = np.frombuffer(message["token_ids"], "<i4")
-        raw = message["logprobs"]
-        logprobs = None if raw is None else np.frombuffer(raw, "<f4")
-        ends = np.cumsum(message["lengths"]).tolist()
-        return [
-            Completion(
-                token_ids=token_ids[end - length : end],
-                logprobs=None if logprobs is None else logprobs[end - length : end],
-                versions=tuple(
-                    VersionSpan(start=start, end=stop, version=_parse_version(text))
-                    for start, stop, text in message["versions"][i]
-                ),
-                text=message["texts"][i],
-                finish_reason=message["finish_reasons"][i],
-                prompt_token_ids=prompt,
-                version_source=message["version_source"],
-                temperature=message["temperature"],
-                logprob_kind=message["logprob_kind"],
-                seed=message["seeds"][i],
-                raw_finish_reason=message["raw_finish_reasons"][i],
-            )
-            for i, (end, length) in enumerate(zip(ends, message["lengths"], strict=True))
+        message = msgpack.unpackb(frame)
+        answers: list[tuple[int, Answer]] = [
+            (index, error_from_answer("inference", url, status, body))
+            for index, status, body in message["errors"]
         ]
-    except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
+        ends = np.cumsum(message["lengths"]).tolist()
+        token_ids = np.frombuffer(message["token_ids"], "<i4")
+        versions = [_parse_version(text) for text in message["versions"]]
+        first = 0
+        for index, num_choices in message["calls"]:
+            rows, prompt = range(first, first + num_choices), calls[index].prompt
+            if num_choices != len(calls[index].seeds):
+                raise ValueError(f"{num_choices} choices for {len(calls[index].seeds)} seeds")
+            answers.append(
+                (index, [_completion(message, i, ends, token_ids, versions, prompt) for i in rows])
+            )
+            first += num_choices
+    except _DAMAGE as error:
         raise InvariantError(f"not a readable generate answer: {error!r}") from error
+    return answers
+
+
+def _completion(
+    message: Mapping[str, Any],
+    row: int,
+    ends: Sequence[int],
+    token_ids: IntArray,
+    versions: Sequence[PolicyVersion],
+    prompt: IntArray,
+) -> Completion:
+    logprobs = message["logprobs"][row]
+    return Completion(
+        token_ids=token_ids[ends[row] - message["lengths"][row] : ends[row]],
+        logprobs=None if logprobs is None else np.frombuffer(logprobs, "<f4"),
+        versions=tuple(
+            VersionSpan(start=start, end=end, version=versions[version])
+            for start, end, version in message["spans"][row]
+        ),
+        prompt_token_ids=prompt,
+        **{name: message[name][row] for name in _PER_CHOICE},
+    )
 
 
 @lru_cache(maxsize=64)

@@ -7,52 +7,22 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
-
-from nexrl.types import PolicyVersion
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nexrl.services.inference.engines.builtin.engine import EngineCounts
+    from nexrl.services.inference.engines.builtin.service import BuiltinInference
 
 _BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-
-
-class EngineState(Protocol):
-    """What is read of an engine."""
-
-    @property
-    def counts(self) -> EngineCounts:
-        """Running totals."""
-        ...
-
-    @property
-    def num_running(self) -> int:
-        """Choices in slots."""
-        ...
-
-    @property
-    def num_waiting(self) -> int:
-        """Choices without one."""
-        ...
-
-    @property
-    def failure(self) -> str | None:
-        """Why it has stopped."""
-        ...
-
-    @property
-    def active_version(self) -> PolicyVersion:
-        """Version tokens are stamped with."""
-        ...
 
 
 class ServerMetrics:
     """Counts requests and renders all numbers as Prometheus text."""
 
-    def __init__(self, engine: EngineState) -> None:
+    def __init__(self, engine: BuiltinInference) -> None:
         self._engine = engine
         self._requests: Counter[tuple[str, str]] = Counter()
         self._choices = 0
+        self.failed_calls = 0
         self._buckets = [0] * (len(_BUCKETS_S) + 1)
         self._seconds = 0.0
 
@@ -83,6 +53,7 @@ class ServerMetrics:
             ("drawn_tokens_total", "counter", "Tokens drawn.", engine.counts.drawn_tokens),
             ("decode_steps_total", "counter", "Decode steps.", engine.counts.steps),
             ("choices_total", "counter", "Choices asked for.", self._choices),
+            ("failed_calls_total", "counter", "Calls of generate that failed.", self.failed_calls),
         )
         lines: list[str] = []
         for name, kind, text, value in plain:

@@ -23,11 +23,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nexrl.config.schema import InferenceServiceConfig
 from nexrl.errors import ConfigError, NexRLError
-from nexrl.services.http import bind, error_body, make_app, serve
+from nexrl.services.http import bind, end_process, error_body, make_app, serve
 from nexrl.services.inference.messages import (
+    ABORT_PATH,
     CONTENT_TYPE,
     GENERATE_PATH,
-    pack_completions,
+    Call,
+    pack_frame,
     unpack_generate,
 )
 from nexrl.services.inference.metrics import ServerMetrics
@@ -42,20 +44,19 @@ from nexrl.services.inference.openai_api import (
     usage,
     wire_finish_reason,
 )
+from nexrl.services.inference.seeds import choice_seeds
 from nexrl.services.inference.streaming import stream_chunks
 from nexrl.types import (
     Completion,
     IntArray,
     PolicyVersion,
-    Prompt,
     RowChunk,
-    Sampling,
     WeightManifest,
 )
 from nexrl.wire import from_plain, pack, to_plain, unpack
 
 if TYPE_CHECKING:
-    from nexrl.services.inference.engines.builtin.service import BuiltinInference
+    from nexrl.services.inference.engines.builtin.service import BuiltinInference, Drawing
 
 TOKEN_VARIABLE = "NEXRL_SERVICE_TOKEN"  # noqa: S105 - the name of a variable, not a token
 # A thread that waits for the interpreter lock may hold the engine up for this long at each of the
@@ -88,10 +89,12 @@ class InferenceServer:
         self._policy = policy
         self._created = int(time.time())
         self._metrics = ServerMetrics(inference)
+        self._drawings: dict[str, Drawing] = {}
 
     def add_routes(self, app: web.Application) -> None:
         """Register every endpoint."""
         app.router.add_post(GENERATE_PATH, self.generate)
+        app.router.add_post(ABORT_PATH, self.abort)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_get("/v1/models", self.models)
@@ -103,14 +106,32 @@ class InferenceServer:
 
     # --- drawing ----------------------------------------------------------------------------
 
-    async def generate(self, request: web.Request) -> web.Response:
-        """The hot path of our own client."""
-        prompt, sampling, n, policy = unpack_generate(await request.read())
-        with self._metrics.request("generate", n):
-            completions = await self._inference.generate(
-                Prompt(token_ids=prompt), sampling=sampling, n=n, policy=policy
-            )
-        return web.Response(body=pack_completions(completions), content_type=CONTENT_TYPE)
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """The hot path of our own client: many calls, a frame whenever some of them have ended."""
+        request_id, calls = unpack_generate(await request.read())
+        response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
+        with self._metrics.request("generate", sum(len(call.seeds) for call in calls)):
+            drawing = self._drawings[request_id] = self._inference.draw(calls)
+            try:
+                async with aclosing(drawing.answers()) as ended:
+                    await response.prepare(request)
+                    async for answers in ended:
+                        self._metrics.failed_calls += sum(
+                            isinstance(answer, Exception) for _, answer in answers
+                        )
+                        await response.write(pack_frame(answers))
+            finally:
+                del self._drawings[request_id]
+        await response.write_eof()
+        return response
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """{"id": of a generate request, "calls": [index]}: nobody waits for these any more."""
+        message = await _message(request)
+        drawing = self._drawings.get(str(message.get("id")))
+        if drawing is not None:  # it may just have ended
+            drawing.abort(message.get("calls", ()))
+        return _packed({})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's text completions; prompts as text or token ids, one or several."""
@@ -154,7 +175,12 @@ class InferenceServer:
                     self._inference, asked, prompts[0], sampling, head=self._head(chat, stream=True)
                 )
                 return await _send_events(request, chunks)
-            completions = await self._draw_all(prompts, sampling, asked.n)
+            calls = [
+                Call(prompt, sampling, choice_seeds(sampling, asked.n), self._policy)
+                for prompt in prompts
+            ]
+            drawn = await self._inference.generate_all(calls)
+        completions = [completion for choices in drawn for completion in choices]
         body: dict[str, Any] = self._head(chat, stream=False)
         body["choices"] = [self._choice(asked, c, i, chat) for i, c in enumerate(completions)]
         body["usage"] = usage(
@@ -163,22 +189,6 @@ class InferenceServer:
         if asked.return_token_ids and chat:
             body["prompt_token_ids"] = prompts[0].tolist()
         return web.json_response(body)
-
-    async def _draw_all(
-        self, prompts: list[IntArray], sampling: Sampling, n: int
-    ) -> list[Completion]:
-        """The choices of the first prompt, then those of the next; the first error wins."""
-        tasks = [
-            asyncio.create_task(
-                self._inference.generate(Prompt(token_ids=prompt), sampling=sampling, n=n)
-            )
-            for prompt in prompts
-        ]
-        try:
-            return [c for completions in await asyncio.gather(*tasks) for c in completions]
-        finally:
-            for task in tasks:
-                task.cancel()
 
     def _choice(
         self, asked: CompletionRequest | ChatRequest, completion: Completion, index: int, chat: bool
@@ -366,4 +376,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

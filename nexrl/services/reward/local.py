@@ -161,7 +161,7 @@ class _LoopCaller:
     async def call(self, text: str, keywords: dict[str, Any]) -> RewardResult:
         try:
             returned = self._function(text, **keywords)
-            if inspect.isawaitable(returned):
+            if type(returned) is not float and inspect.isawaitable(returned):
                 returned = await self._awaited(returned)
         except _PastDeadlineError:
             raise _past_deadline(self._name, self._deadline_s) from None

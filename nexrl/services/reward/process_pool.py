@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from nexrl import wire
 from nexrl.blocking_pool import BlockingPool
 from nexrl.errors import (
     ConfigError,
@@ -28,7 +29,6 @@ from nexrl.errors import (
     ServiceError,
 )
 from nexrl.services.reward.protocol import RewardResult
-from nexrl.services.reward.worker_process import read_message, write_message
 
 _START_DEADLINE_S = 60.0
 _END_DEADLINE_S = 2.0
@@ -43,23 +43,24 @@ class WorkerDiedError(Exception):
 class WorkerProcess:
     """One child process that holds the function. Every method blocks; one thread at a time.
 
-    Invariant: between calls the process is idle and its pipes are empty; after any error it must be
-    killed, because it may still be busy.
+    Invariant: between calls the process is idle and nothing is on its connection; after any error
+    it must be killed, because it may still be busy.
     """
 
     def __init__(self, reference: str, name: str, recipe_dir: Path) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "nexrl.services.reward.worker_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._output,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests = self._process.stdin.fileno()
-        self._answers = self._process.stdout.fileno()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            module = "nexrl.services.reward.worker_process"
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        self._connection = Connection(ours.detach())
         self._first = {"reference": reference, "name": name, "recipe_dir": str(recipe_dir)}
         self._first_mib = 0.0
         self._last_mib = 0.0
@@ -74,14 +75,14 @@ class WorkerProcess:
     def call(self, message: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """One request and its answer. Raises TimeoutError past the deadline, WorkerDiedError when
         the process ends first."""
-        until = time.monotonic() + deadline_s
+        data = wire.pack(message)
         try:
-            write_message(self._requests, message)
-        except OSError as error:
+            self._connection.send_bytes(data)
+            if not self._connection.poll(deadline_s):
+                raise TimeoutError
+            answer: dict[str, Any] = wire.unpack(self._connection.recv_bytes())
+        except (EOFError, ConnectionError) as error:
             raise WorkerDiedError(self._describe_end()) from error
-        answer = read_message(lambda count: self._read(count, until))
-        if answer is None:
-            raise WorkerDiedError(self._describe_end())
         self._last_mib = float(answer.get("memory_mib", self._last_mib))
         if os.fstat(self._output.fileno()).st_size > _MAX_OUTPUT_BYTES:
             os.ftruncate(self._output.fileno(), 0)
@@ -93,25 +94,11 @@ class WorkerProcess:
         self._process.kill()
 
     def close(self) -> None:
-        """Kill, collect, and release the pipes."""
+        """Kill, collect, and release the connection."""
         self._process.kill()
         self._process.wait(timeout=_END_DEADLINE_S)
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+        self._connection.close()
         self._output.close()
-
-    def _read(self, count: int, until: float) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            left = max(0.0, until - time.monotonic())
-            if not select.select([self._answers], [], [], left)[0]:
-                raise TimeoutError
-            part = os.read(self._answers, count - len(parts))
-            if not part:
-                break
-            parts += part
-        return bytes(parts)
 
     def _describe_end(self) -> str:
         """How the process ended, its memory, and the last it printed (FR-167)."""

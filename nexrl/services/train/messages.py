@@ -7,28 +7,16 @@ error. Client and server share this table, so neither can know a verb that the o
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nexrl.errors import InvariantError
 from nexrl.services.train.protocol import TrainService
-from nexrl.types import (
-    BackwardOutput,
-    ForwardOutput,
-    LossSpec,
-    ModelSpec,
-    OptimParams,
-    OptimResult,
-    PolicyVersion,
-    RowChunk,
-    TrainInfo,
-    WeightManifest,
-)
+from nexrl.types import LossSpec, ModelSpec, OptimParams, PolicyVersion, RowChunk
 from nexrl.wire import from_plain, to_plain
 
 CONTENT_TYPE = "application/msgpack"
-Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,85 +44,35 @@ class Envelope:
         return envelope
 
 
-Verb = Callable[[TrainService, str, Arguments], Awaitable[Any]]
-
-
-async def _create(service: TrainService, policy: str, arguments: Arguments) -> TrainInfo:
-    spec = from_plain(ModelSpec, arguments["spec"])
-    if spec.policy != policy:
-        raise InvariantError(f"create: the path names policy {policy!r}, the body {spec.policy!r}")
-    return await service.create(spec)
-
-
-async def _forward(service: TrainService, policy: str, arguments: Arguments) -> ForwardOutput:
-    chunk = from_plain(RowChunk, arguments["chunk"])
-    return await service.forward(policy, chunk, outputs=tuple(arguments["outputs"]))
-
-
-async def _forward_backward(
-    service: TrainService, policy: str, arguments: Arguments
-) -> BackwardOutput:
-    chunk = from_plain(RowChunk, arguments["chunk"])
-    loss = from_plain(LossSpec, arguments["loss"])
-    return await service.forward_backward(policy, chunk, loss, outputs=tuple(arguments["outputs"]))
-
-
-async def _backward(service: TrainService, policy: str, arguments: Arguments) -> BackwardOutput:
-    chunk = from_plain(RowChunk, arguments["chunk"])
-    return await service.backward(policy, chunk, arguments["gradients"])
-
-
-async def _optim_step(service: TrainService, policy: str, arguments: Arguments) -> OptimResult:
-    return await service.optim_step(policy, from_plain(OptimParams, arguments["params"]))
-
-
-async def _save_state(service: TrainService, policy: str, arguments: Arguments) -> None:
-    await service.save_state(policy, arguments["path"])
-
-
-async def _load_state(service: TrainService, policy: str, arguments: Arguments) -> TrainInfo:
-    return await service.load_state(
-        policy, arguments["path"], with_optimizer=arguments["with_optimizer"]
-    )
-
-
-async def _publish_weights(
-    service: TrainService, policy: str, arguments: Arguments
-) -> WeightManifest:
-    version = from_plain(PolicyVersion, arguments["version"])
-    return await service.publish_weights(
-        policy, version, arguments["path"], unchanged=arguments["unchanged"]
-    )
-
-
-async def _reset_optimizer(service: TrainService, policy: str, arguments: Arguments) -> None:
-    await service.reset_optimizer(policy)
-
-
-async def _info(service: TrainService, policy: str, arguments: Arguments) -> TrainInfo:
-    return await service.info(policy)
-
-
-VERBS: Mapping[str, Verb] = {
-    "create": _create,
-    "forward": _forward,
-    "forward_backward": _forward_backward,
-    "backward": _backward,
-    "optim_step": _optim_step,
-    "save_state": _save_state,
-    "load_state": _load_state,
-    "publish_weights": _publish_weights,
-    "reset_optimizer": _reset_optimizer,
-    "info": _info,
+VERBS: Mapping[str, Mapping[str, Any]] = {
+    "create": {"spec": ModelSpec},
+    "forward": {"chunk": RowChunk, "outputs": tuple[str, ...]},
+    "forward_backward": {"chunk": RowChunk, "loss": LossSpec, "outputs": tuple[str, ...]},
+    "backward": {"chunk": RowChunk, "gradients": Mapping[str, Any]},
+    "optim_step": {"params": OptimParams},
+    "save_state": {"path": str},
+    "load_state": {"path": str, "with_optimizer": bool},
+    "publish_weights": {"version": PolicyVersion, "path": str, "unchanged": bool},
+    "reset_optimizer": {},
+    "info": {},
 }
+"""By name of the `TrainService` method: its arguments beside the policy, and their types."""
 
 
 async def perform(
-    service: TrainService, policy: str, verb: str, arguments: Arguments
+    service: TrainService, policy: str, verb: str, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Run a verb and put its result in a message."""
     try:
-        result = await VERBS[verb](service, policy, arguments)
+        given = {name: from_plain(hint, arguments[name]) for name, hint in VERBS[verb].items()}
     except KeyError as error:
         raise InvariantError(f"{verb}: the argument {error} is missing") from error
+    method = getattr(service, verb)
+    if verb != "create":
+        result = await method(policy, **given)
+    elif given["spec"].policy == policy:
+        result = await method(**given)
+    else:
+        named = given["spec"].policy
+        raise InvariantError(f"create: the path names policy {policy!r}, the body {named!r}")
     return {"result": to_plain(result)}

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from nexrl.services.train.atomic_folder import atomic_folder
+from nexrl.atomic import atomic_folder
 from nexrl.types import PolicyVersion, TensorInfo, WeightManifest
 from nexrl.weight_manifest import make_manifest, tensor_checksum, write_manifest
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 from pydantic import ValidationError
 
 from nexrl.config.schema import TrainServiceConfig
 from nexrl.errors import ConfigError
-from nexrl.services.http import bind, make_app, serve
+from nexrl.services.http import bind, end_process, make_app, serve
 from nexrl.services.train.call_order import CallOrder
 from nexrl.services.train.local import make_local_train_service
 from nexrl.services.train.messages import CONTENT_TYPE, VERBS, Envelope, perform
@@ -87,14 +88,18 @@ class _Calls:
         return web.json_response({"status": "ok", "service": "train"})
 
     async def handle_metrics(self, request: web.Request) -> web.Response:
-        lines = ["# TYPE nexrl_train_calls_total counter"]
-        lines += [f'nexrl_train_calls_total{{verb="{v}"}} {self._calls[v]}' for v in VERBS]
-        lines += ["# TYPE nexrl_train_failures_total counter"]
-        lines += [f'nexrl_train_failures_total{{verb="{v}"}} {self._failures[v]}' for v in VERBS]
-        lines += ["# HELP nexrl_train_seconds_total From the start of a call to its end."]
-        lines += ["# TYPE nexrl_train_seconds_total counter"]
-        lines += [f'nexrl_train_seconds_total{{verb="{v}"}} {self._seconds[v]:.6f}' for v in VERBS]
-        lines += ["# TYPE nexrl_train_calls_in_progress gauge"]
+        counters: dict[str, Mapping[str, float]] = {
+            "calls": self._calls,
+            "failures": self._failures,
+            "seconds": self._seconds,
+        }
+        lines = []
+        for name, by_verb in counters.items():
+            lines.append(f"# TYPE nexrl_train_{name}_total counter")
+            lines += [
+                f'nexrl_train_{name}_total{{verb="{v}"}} {by_verb.get(v, 0):.15g}' for v in VERBS
+            ]
+        lines.append("# TYPE nexrl_train_calls_in_progress gauge")
         lines += [f"nexrl_train_calls_in_progress {self._in_progress}", ""]
         return web.Response(text="\n".join(lines), content_type="text/plain")
 
@@ -134,7 +139,7 @@ async def run_server(
     models: Sequence[ModelSpec] = (),
 ) -> None:
     """Serve until SIGTERM or SIGINT; `models` are created before the ready line."""
-    sock = bind(host, port, token=token, setting="train service port")
+    sock = bind(host, port, token=token, setting="service.train_service port")
     service = make_local_train_service(config, deterministic=deterministic)
     try:
         for spec in models:
@@ -145,8 +150,11 @@ async def run_server(
         await service.aclose()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of the server process; the token comes from NEXRL_SERVICE_TOKEN."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; a configuration error is one line and exit code 2.
+
+    The token comes from NEXRL_SERVICE_TOKEN.
+    """
     parser = argparse.ArgumentParser(prog="python -m nexrl.services.train.server")
     parser.add_argument("--config", default="{}", help="service.train_service as JSON")
     parser.add_argument("--model", help="model folder to host as policy `actor` from the start")
@@ -155,20 +163,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--deterministic", action="store_true", help="same bits for same input")
     given = parser.parse_args(arguments)
     try:
-        config = TrainServiceConfig.model_validate_json(given.config)
-    except ValidationError as error:
-        raise ConfigError(f"--config: {error}") from error
-    asyncio.run(
-        run_server(
-            config,
-            deterministic=given.deterministic,
-            host=given.host,
-            port=given.port,
-            token=os.environ.get(TOKEN_VARIABLE) or None,
-            models=[ModelSpec(path=given.model)] if given.model else [],
+        asyncio.run(
+            run_server(
+                TrainServiceConfig.model_validate_json(given.config),
+                deterministic=given.deterministic,
+                host=given.host,
+                port=given.port,
+                token=os.environ.get(TOKEN_VARIABLE) or None,
+                models=[ModelSpec(path=given.model)] if given.model else [],
+            )
         )
-    )
+    except (ConfigError, ValidationError) as error:
+        print(f"train server: {error}", file=sys.stderr)  # noqa: T201 - the process's own stderr
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    end_process(main())

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nexrl.activity.tensorboard_logger import TensorBoardLogger
-from nexrl.activity.wandb_logger import WandbLogger
 from nexrl.errors import ConfigError
+from nexrl.activity.loggers import TensorBoardLogger, WandbLogger
 
 
 def make_wandb(folder: Path) -> WandbLogger:

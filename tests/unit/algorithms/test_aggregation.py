@@ -41,6 +41,13 @@ def test_masked_rows_do_not_dilute_the_others() -> None:
     assert loss([4.0, 0.0], [4, 0], "token_mean") == pytest.approx(1.0)
 
 
+def test_a_filter_leaves_the_denominator_and_a_correction_stays_in_it() -> None:
+    """FR-038: ten tokens, four of them kept with losses that sum to 4."""
+    filtered = loss([4.0, 0.0], [4, 0], "token_mean")
+    corrected = loss([4.0, 0.0], [4, 6], "token_mean")
+    assert [filtered, corrected] == pytest.approx([1.0, 0.4])
+
+
 def test_token_mean_is_over_tokens_and_not_over_rows() -> None:
     """FR-035: lengths 1 and 9, losses 11 and nine times 1."""
     assert loss([11.0, 9.0], [1, 9], "token_mean") == pytest.approx(2.0)

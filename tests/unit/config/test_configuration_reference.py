@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nexrl.config.fields import all_fields
-from nexrl.config.loader import load_run_config, stage_configs
+from nexrl.config.loader import load_run_config
 from nexrl.config.reference import COMMAND, render_reference
 
 MakeRecipe = Callable[..., Path]
@@ -35,4 +35,4 @@ def test_the_examples_of_the_page_load(make_recipe: MakeRecipe, index: int) -> N
     fences = re.findall(r"```yaml\n(.*?)```", render_reference(), re.S)
     assert len(fences) == 2
     loaded = load_run_config(make_recipe(fences[index]))
-    assert [stage.name for stage in stage_configs(loaded)] == [["main"], ["warmup", "rl"]][index]
+    assert [stage.name for stage in loaded.stages] == [["main"], ["warmup", "rl"]][index]

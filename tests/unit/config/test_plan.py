@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nexrl.config.loader import StageConfig, load_run_config
-from nexrl.config.memory_estimate import ModelSize, estimate_memory, human_bytes, model_size
-from nexrl.config.plan import (
+from nexrl.cli.memory_estimate import ModelSize, estimate_memory, human_bytes, model_size
+from nexrl.cli.plan_text import (
     Finding,
     Inspection,
     Plan,
@@ -17,6 +16,7 @@ from nexrl.config.plan import (
     build_plan,
     render_plan,
 )
+from nexrl.config.loader import load_run_config
 
 MakeRecipe = Callable[..., Path]
 
@@ -25,7 +25,7 @@ MODEL = ModelSize(num_parameters=1000, vocab_size=16, num_layers=2, kv_width=8, 
 
 @dataclass
 class SeenWorld:
-    """A PlanProbe that saw just this."""
+    """What a probe saw."""
 
     num_items: int | None = 100
     prompt_lengths: tuple[int, ...] = (5, 7)
@@ -35,7 +35,7 @@ class SeenWorld:
     found: tuple[Finding, ...] = ()
     ram: int = 8 << 30
 
-    def inspect_stage(self, stage: StageConfig) -> Inspection:
+    def inspection(self) -> Inspection:
         sample = SourceSample(name="train", num_read=20, num_items=self.num_items)
         prompts = RenderedPrompts(
             first_text="1+1=",
@@ -50,19 +50,17 @@ class SeenWorld:
             findings=self.found,
         )
 
-    def inspect_machine(self) -> list[Finding]:
-        return self.machine
-
-    def model(self) -> ModelSize | None:
-        return self.size
-
-    def memory_bytes(self) -> int:
-        return self.ram
-
 
 def plan_of(recipe: Path, *overrides: str, world: SeenWorld | None = None) -> Plan:
     """The plan of a recipe in a world."""
-    return build_plan(load_run_config(recipe, overrides), world or SeenWorld())
+    loaded, world = load_run_config(recipe, overrides), world or SeenWorld()
+    return build_plan(
+        loaded,
+        [world.inspection() for _ in loaded.stages],
+        machine=world.machine,
+        model=world.size,
+        machine_bytes=world.ram,
+    )
 
 
 def test_a_version_is_counted_in_items_trajectories_steps_and_tokens(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nexrl.config.loader import load_run_config, stage_configs
+from nexrl.config.loader import load_run_config
 from nexrl.errors import ConfigError
 
 MakeRecipe = Callable[..., Path]
@@ -32,12 +32,12 @@ def refused(recipe: Path, *overrides: str) -> str:
 
 def test_a_recipe_without_stages_has_one_named_main(make_recipe: MakeRecipe) -> None:
     loaded = load_run_config(make_recipe())
-    (stage,) = stage_configs(loaded)
+    (stage,) = loaded.stages
     assert (stage.name, stage.config) == ("main", loaded.config)
 
 
 def test_each_stage_is_the_recipe_with_its_own_settings(make_recipe: MakeRecipe) -> None:
-    warmup, rl = stage_configs(load_run_config(make_recipe(TWO_STAGES)))
+    warmup, rl = load_run_config(make_recipe(TWO_STAGES)).stages
     assert (warmup.name, warmup.config.trainer.type, warmup.config.trainer.num_steps) == (
         "warmup",
         "sft",
@@ -53,9 +53,9 @@ def test_the_command_line_holds_for_every_stage_or_for_the_named_one(
 ) -> None:
     """Every setting is used or rejected: an override is not shadowed by a stage."""
     recipe = make_recipe(TWO_STAGES)
-    both = stage_configs(load_run_config(recipe, ["trainer.num_steps=2"]))
+    both = load_run_config(recipe, ["trainer.num_steps=2"]).stages
     assert [stage.config.trainer.num_steps for stage in both] == [2, 2]
-    one = stage_configs(load_run_config(recipe, ["stages.rl.trainer.num_steps=2"]))
+    one = load_run_config(recipe, ["stages.rl.trainer.num_steps=2"]).stages
     assert [stage.config.trainer.num_steps for stage in one] == [5, 2]
 
 

@@ -134,8 +134,8 @@ def test_versions_are_written_and_read_back() -> None:
 
 
 def test_equal_numbers_of_two_policies_or_incarnations_are_different_versions() -> None:
-    assert V3 != PolicyVersion(policy="critic", incarnation=1, number=3)
-    assert V3 != PolicyVersion(policy="actor", incarnation=2, number=3)
+    assert PolicyVersion(policy="critic", incarnation=1, number=3) != V3
+    assert PolicyVersion(policy="actor", incarnation=2, number=3) != V3
 
 
 def test_a_chunk_whose_inputs_do_not_cover_its_tokens_is_refused() -> None:

@@ -20,7 +20,8 @@ Serve = Callable[[BuiltinInference], AbstractAsyncContextManager[HttpInferenceSe
 
 @pytest.fixture(scope="session")
 def micro_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_micro_model(tmp_path_factory.mktemp("micro"), seed=0)
+    """With these weights greedy draws go on to their limit and sampled ones end now and then."""
+    return make_micro_model(tmp_path_factory.mktemp("micro"), seed=3)
 
 
 @pytest.fixture(scope="session")

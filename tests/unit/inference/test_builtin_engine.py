@@ -106,7 +106,7 @@ async def test_a_finished_sequence_makes_room_at_once(micro_model: Path) -> None
     order: list[str] = []
 
     async def run(inference: BuiltinInference, name: str, max_tokens: int) -> None:
-        await inference.generate(make_prompt(2), sampling=replace(GREEDY, max_tokens=max_tokens))
+        await inference.generate(make_prompt(5), sampling=replace(GREEDY, max_tokens=max_tokens))
         order.append(name)
 
     async with engine(micro_model, max_batch=2) as inference:

@@ -43,6 +43,18 @@ async def test_the_system_chooses_the_port_and_close_ends_the_process(tmp_path: 
         os.kill(pid, 0)
 
 
+async def test_two_jobs_on_one_host_never_ask_for_the_same_port(tmp_path: Path) -> None:
+    """FR-154, FR-155: no port is fixed, drawn at random or counted up: the system gives each."""
+    children = [make_child(tmp_path / str(i)) for i in range(3)]
+    try:
+        async with asyncio.TaskGroup() as starting:
+            for child in children:
+                starting.create_task(start(child, SERVER))
+        assert len({child.port for child in children}) == 3
+    finally:
+        await asyncio.gather(*(child.aclose() for child in children))
+
+
 async def test_a_child_that_ends_before_it_is_ready_is_quoted(tmp_path: Path) -> None:
     """FR-164: the last lines of the failing component are on the screen."""
     child = make_child(tmp_path)
@@ -62,7 +74,7 @@ async def test_a_child_that_is_killed_ends_supervision_with_its_signal(tmp_path:
     await start(child, SERVER)
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
-    with pytest.raises(ServiceError, match="fake.*killed by SIGKILL"):
+    with pytest.raises(ServiceError, match=r"fake.*killed by SIGKILL"):
         async with asyncio.timeout(10):
             await child.supervise()
     await child.aclose()

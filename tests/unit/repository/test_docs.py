@@ -142,8 +142,9 @@ def test_every_command_line_flag_is_described_in_the_docs() -> None:
 def test_every_metric_that_the_tracker_makes_is_in_the_metrics_page() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     sources = [
-        (ROOT / "nexrl" / "activity" / name).read_text(encoding="utf-8")
-        for name in ("activity_tracker.py", "rollout_statistics.py", "report.py", "live_view.py")
+        path.read_text(encoding="utf-8")
+        for folder in ("activity", "report")
+        for path in sorted((ROOT / "nexrl" / folder).glob("*.py"))
     ]
     families = (
         "reward|rollout|goodput|time|memory|error|reward_service|validation|mismatch|loss|nll"

@@ -13,11 +13,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 NOUNS = ("types", "errors", "wire")
 BASE = (*NOUNS, "protocols")
-PURE = (*BASE, "config", "algorithms", "rendering", "blocking_pool", "weight_manifest")
+PURE = (*BASE, "atomic", "config", "algorithms", "rendering", "blocking_pool", "weight_manifest")
 SEAMS = (*PURE, "services.*.protocol")
 MODULES = ("data", "rollout", "pool", "trainer", "weight_sync", "activity")
 CLIENTS = ("services.http", "services.*.protocol", "services.*.client")
-EVERYTHING = (*PURE, *MODULES, "services", "controller", "checkpoint")
+EVERYTHING = (*PURE, *MODULES, "services", "controller", "checkpoint", "report")
 
 # Unit -> what it may import beside itself. `*` stands for one name; a unit covers what is below it.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "types": ("errors",),
     "wire": ("errors", "types"),
     "protocols": NOUNS,
+    "atomic": (),
     "config": BASE,
     "algorithms": BASE,
     "rendering": BASE,
@@ -35,8 +36,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "services.http": BASE,
     "services.*.protocol": BASE,
     "services.*": (*SEAMS, "services.http"),
+    "report": (*PURE, "activity"),
     "checkpoint": (*SEAMS, *MODULES),
-    "controller": (*SEAMS, *MODULES, *CLIENTS, "checkpoint"),
+    "controller": (*SEAMS, *MODULES, *CLIENTS, "checkpoint", "report"),
     "launch": EVERYTHING,
     "cli": (*EVERYTHING, "launch"),
     "testing": (*EVERYTHING, "launch"),

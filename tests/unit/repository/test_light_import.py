@@ -25,7 +25,7 @@ def loaded_modules(statement: str) -> set[str]:
         "import nexrl.config.schema",
         "import nexrl.cli.main",
         "import nexrl.controller",
-        "import nexrl.activity.report, nexrl.activity.live_view, nexrl.activity.dump",
+        "import nexrl.report.report, nexrl.report.live_view, nexrl.report.dump",
     ],
 )
 def test_no_heavy_package_is_loaded(statement: str) -> None:

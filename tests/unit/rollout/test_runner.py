@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from typing import Any
 
 import numpy as np
@@ -440,3 +441,43 @@ async def test_instant_engine_failures_never_become_rewards(
     assert {r.reason for r in failed} == {"infrastructure/ServiceError"}
     assert {r.failure.where for r in failed} == {"inference"}
     assert all(t.reward == 1.0 for r in records for t in r.trajectories)
+
+
+_MARK: contextvars.ContextVar[str] = contextvars.ContextVar("mark", default="")
+
+
+async def test_a_rollout_that_waited_sees_no_context_of_the_one_before(make_rollouts: Any) -> None:
+    """The end of one member starts the next, which is not its child."""
+    seen: list[str] = []
+
+    async def step(worker: RolloutWorker, item: dict[str, Any]) -> Trajectory:
+        seen.append(_MARK.get())
+        _MARK.set("left behind")
+        return make_trajectory()
+
+    await make_rollouts(step, num_rollouts=4, max_concurrent=1).run()
+    assert seen == [""] * 4
+
+
+async def test_cancelled_groups_start_none_of_their_waiting_rollouts(make_rollouts: Any) -> None:
+    started: list[int] = []
+    running = asyncio.Event()
+
+    async def step(worker: RolloutWorker, item: dict[str, Any]) -> Trajectory:
+        started.append(1)
+        running.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    rollouts = make_rollouts(step, num_rollouts=2, max_concurrent=1)
+    groups = [
+        asyncio.create_task(rollouts.runner.run_group(make_draw(name), rollouts.on_end))
+        for name in ("a", "b")
+    ]
+    await running.wait()
+    for group in groups:
+        group.cancel()
+    await asyncio.wait(groups)
+    await rollouts.runner.aclose()
+    assert len(started) == 1
+    assert [r.reason for r in rollouts.records] == ["shutdown"] * 4

@@ -53,6 +53,15 @@ def test_positions_restart_with_each_row_and_are_never_shifted() -> None:
     assert padded.token_ids.tolist() == [[1, 2, 3], [1, 0, 0]]
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_padding_is_told_by_length_and_never_by_a_token(packing: bool) -> None:
+    """FR-019: [5, 6, 7] has no EOS (2). FR-020: [5, 2] and [5, 6, 7, 2] have 2 and 4 targets."""
+    rows = [[8, 5, 6, 7], [8, 5, 2], [8, 5, 6, 7, 2]]
+    [batch] = lay_out(rows, packing=packing)
+    predicted = sorted(target for _, target in predictions(batch, rows))
+    assert predicted == sorted([5, 6, 7, 5, 2, 5, 6, 7, 2])
+
+
 def test_padding_behind_the_last_row_is_a_run_of_its_own() -> None:
     [batch] = lay_out([[1, 2, 3, 4, 5, 6], [1, 2], [1, 2]], packing=True)
     assert batch.position_ids is not None

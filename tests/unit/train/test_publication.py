@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nexrl.atomic import atomic_folder
 from nexrl.errors import InvariantError
-from nexrl.services.train.atomic_folder import atomic_folder
 from nexrl.services.train.publication import NamedTensor, publish, write_model_files
 from nexrl.testing.makers import make_version
 from nexrl.weight_manifest import MANIFEST_FILE, read_manifest, tensor_checksum
@@ -101,7 +101,7 @@ def test_killed_writer_leaves_the_previous_folder_and_the_next_one_cleans_up(
     with atomic_folder(tmp_path / "x", durable=True) as folder:
         (folder / "a").write_text("old")
     code = (
-        "import os, sys; from nexrl.services.train.atomic_folder import atomic_folder\n"
+        "import os, sys; from nexrl.atomic import atomic_folder\n"
         f"with atomic_folder({str(tmp_path / 'x')!r}, durable=True) as folder:\n"
         "    (folder / 'a').write_text('half'); os.kill(os.getpid(), 9)\n"
     )

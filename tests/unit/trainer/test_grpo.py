@@ -239,6 +239,7 @@ async def test_a_group_that_was_dropped_has_no_kl_either() -> None:
 
 
 async def test_a_trajectory_of_zero_advantage_stays_in_the_denominator() -> None:
+    """FR-038: what is zeroed, and not filtered, is known before the first chunk and counts."""
     service = ToyTrainService()
     rows = drawn(service, num_groups=2)
     rows = [t if t.group_id == "i0/0" else replace(t, reward=1.0) for t in rows]

@@ -64,10 +64,12 @@ async def started(
 
 async def test_start_makes_every_engine_serve_the_present_weights(tmp_path: Path) -> None:
     engines, train = [FaultyEngine("a"), FaultyEngine("b")], ToyTrainService()
-    report = await make_controller(tmp_path, engines, train=train).start(V0)
+    controller = make_controller(tmp_path, engines, train=train)
+    await controller.start(V0)
     assert [e.active for e in engines] == [V0, V0]
     assert not any(e.paused for e in engines)
-    assert report.manifest.version == V0
+    assert controller.active is not None
+    assert controller.active.version == V0
     for engine in engines:
         assert engine.table is not None
         np.testing.assert_allclose(engine.table, train.tables["actor"], atol=1e-6)

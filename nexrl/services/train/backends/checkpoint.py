@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nexrl.atomic import atomic_folder
 from nexrl.errors import ConfigError, InvariantError
-from nexrl.services.train.atomic_folder import atomic_folder
 from nexrl.services.train.backends.hf_model import (
     export_side_files,
     export_tensors,

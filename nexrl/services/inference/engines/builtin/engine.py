@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ from nexrl.types import (
 _PATIENCE_TURNS = 3
 _FEW = 4
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Ending = tuple[FinishReason, int | str | None]
 
@@ -144,33 +145,32 @@ class Engine:
         """Whether no tokens are drawn."""
         return self._paused
 
-    def submit(self, request: Request) -> None:
-        """Start a request; its events follow."""
-        self._post(lambda: self._accept(request))
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Start requests; their events follow."""
+        self._post(lambda: self._accept(requests))
 
-    def cancel(self, request: Request) -> None:
-        """Drop a request and free its slots; no event follows."""
-        self._post(lambda: self._drop(request))
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Drop requests and free their slots; no event follows."""
+        self._post(lambda: self._drop(requests))
 
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """See `EngineControl.pause`; done between two steps."""
-        return self._call(lambda: self._pause(mode))
+    def call(self, command: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> Future[T]:
+        """One of the commands below, done in the engine's thread between two steps."""
+        future: Future[T] = Future()
 
-    def resume(self) -> Future[None]:
-        """Draw again; refused while the loaded weights are not the active version's."""
-        return self._call(self._resume)
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._failure is not None:
+                    raise ServiceError(self._failure, retryable=True)
+                result = command(*arguments, **named)
+            except Exception as error:  # noqa: BLE001 - the caller's error, raised where it waits
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
-    def load_weights(self, manifest: WeightManifest) -> Future[LoadAck]:
-        """Load a publication; refused unless paused."""
-        return self._call(lambda: self._load_weights(manifest))
-
-    def activate(self, version: PolicyVersion) -> Future[None]:
-        """Stamp tokens with the version loaded last."""
-        return self._call(lambda: self._activate(version))
-
-    def score(self, chunk: RowChunk) -> Future[FloatArray]:
-        """Log probabilities of given tokens; works while paused."""
-        return self._call(lambda: self._runner.score(chunk, alone=not self._decoder.batched))
+        self._post(run)
+        return future
 
     def close(self) -> None:
         """Fail what is running, end the thread and wait for it; idempotent."""
@@ -185,24 +185,6 @@ class Engine:
                 raise ServiceError("the inference engine is closed", retryable=False)
             self._inbox.append(item)
             self._condition.notify()
-
-    def _call(self, command: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                if self._failure is not None:
-                    raise ServiceError(self._failure, retryable=True)
-                result = command()
-            except Exception as error:  # noqa: BLE001 - the caller's error, raised where it waits
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self._post(run)
-        return future
 
     # --- the engine's thread ----------------------------------------------------------------
 
@@ -293,10 +275,10 @@ class Engine:
             self._end(row, *endings[row])
         if ended:
             self._remove(np.array(ended, np.int64))
-        for request in broken:
+        if broken:
             # A token made up from NaN helps nobody.
             message = "the model's logits are not finite (NaN or infinite weights or activations)"
-            self._fail(request, ServiceError(message, retryable=False))
+            self._fail(broken, ServiceError(message, retryable=False))
 
     def _watch(self, row: int, endings: dict[int, Ending]) -> None:
         """The rows that need a look at each token: streaming, stop ids, stop strings."""
@@ -340,11 +322,10 @@ class Engine:
     def _remove(self, rows: npt.NDArray[np.int64]) -> None:
         self._decoder.keep(*self._batch.remove(rows))
 
-    def _fail(self, request: Request, error: BaseException) -> None:
-        if request.ended:
-            return
-        self._events.append(EndEvent(request, None, error))
-        self._drop(request)
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+        failing = [request for request in requests if not request.ended]
+        self._events.extend(EndEvent(request, None, error) for request in failing)
+        self._drop(failing)
 
     def _fail_all(self, reason: str) -> None:
         requests = dict.fromkeys(c.request for c in [*self._batch.choices, *self._waiting])
@@ -355,34 +336,36 @@ class Engine:
         self._batch = ActiveBatch(self._batch.max_size)
         self._decoder.clear()
 
-    # --- commands ---------------------------------------------------------------------------
-
-    def _accept(self, request: Request) -> None:
+    def _accept(self, requests: Sequence[Request]) -> None:
         if self._failure is not None:
-            self._fail(request, ServiceError(self._failure, retryable=True))
+            self._fail(requests, ServiceError(self._failure, retryable=True))
             return
-        room = self._runner.max_context - len(request.prompt)
-        stops = request.sampling.stop
-        self._waiting.extend(
-            Choice(
-                request=request,
-                index=i,
-                limit=min(request.sampling.max_tokens, room),
-                stop_text=StopText(self._decode, stops) if stops else None,
-            )
-            for i in range(len(request.seeds))
-        )
+        for request in requests:
+            limit = min(request.sampling.max_tokens, self._runner.max_context - len(request.prompt))
+            stops = request.sampling.stop
+            for i in range(len(request.seeds)):
+                stop_text = StopText(self._decode, stops) if stops else None
+                self._waiting.append(
+                    Choice(request=request, index=i, limit=limit, stop_text=stop_text)
+                )
 
-    def _drop(self, request: Request) -> None:
-        if request.ended:
-            return
-        request.ended = True
-        self._waiting = deque(c for c in self._waiting if c.request is not request)
-        rows = [i for i, c in enumerate(self._batch.choices) if c.request is request]
+    def _drop(self, requests: Iterable[Request]) -> None:
+        dropped = {request for request in requests if not request.ended}
+        for request in dropped:
+            request.ended = True
+        self._waiting = deque(c for c in self._waiting if c.request not in dropped)
+        rows = [i for i, c in enumerate(self._batch.choices) if c.request in dropped]
         if rows:
             self._remove(np.array(rows, np.int64))
 
-    def _pause(self, mode: PauseMode) -> None:
+    # --- commands, for `call` ---------------------------------------------------------------
+
+    def score(self, chunk: RowChunk) -> FloatArray:
+        """Log probabilities of given tokens; works while paused."""
+        return self._runner.score(chunk, alone=not self._decoder.batched)
+
+    def pause(self, mode: PauseMode) -> None:
+        """See `EngineControl.pause`."""
         self._paused = True
         if mode == "keep":
             return
@@ -402,7 +385,8 @@ class Engine:
             for choice in ending:
                 self._end_choice(choice, "abort")
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Draw again; refused while the loaded weights are not the active version's."""
         if self._loaded != self._active:
             raise WeightSyncError(
                 f"resume refused: the engine holds weights of {self._loaded or 'a load that failed midway'}, "
@@ -410,7 +394,8 @@ class Engine:
             )
         self._paused = False
 
-    def _load_weights(self, manifest: WeightManifest) -> LoadAck:
+    def load_weights(self, manifest: WeightManifest) -> LoadAck:
+        """Load a publication; refused unless paused."""
         if not self._paused:
             raise WeightSyncError(f"load of {manifest.version} refused: pause the engine first")
         if manifest.version.policy != self._active.policy:
@@ -424,7 +409,8 @@ class Engine:
         checksum = held_checksum(self._runner.model, manifest)
         return LoadAck(version=manifest.version, checksum=checksum)
 
-    def _activate(self, version: PolicyVersion) -> None:
+    def activate(self, version: PolicyVersion) -> None:
+        """Stamp tokens with the version loaded last."""
         if version != self._loaded:
             raise WeightSyncError(
                 f"activation of {version} refused: {self._loaded or 'nothing whole'} was loaded last"

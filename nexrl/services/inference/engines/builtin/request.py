@@ -126,7 +126,7 @@ class EndEvent:
 
     request: Request
     choice: int | None
-    error: BaseException | None = None
+    error: Exception | None = None
 
 
 Event = TokenEvent | EndEvent

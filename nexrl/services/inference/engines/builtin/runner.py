@@ -190,6 +190,7 @@ def _choose_device(device: str) -> torch.device:
 
 
 def _load_model(folder: Path, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -202,7 +203,7 @@ def _load_model(folder: Path, dtype: torch.dtype, device: torch.device, attentio
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model folder {folder}: cannot be loaded: {error}") from error
     return model.to(device).eval().requires_grad_(False)
 

@@ -7,154 +7,90 @@ elsewhere.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from nexrl.activity.atomic_file import read_json, write_text
-from nexrl.activity.charts import Series, format_number, line_chart, stacked_bars
-from nexrl.activity.curve import draw_curve
-from nexrl.activity.metric_series import series_of, stage_borders
 from nexrl.activity.metric_sink import MetricRecord, read_metrics
+from nexrl.atomic import read_json, write_text
+from nexrl.report.figures import CHARTS, COLOURS, draw_charts, draw_curve
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChartSpec:
-    """A chart of the page: which metrics it shows."""
+def write_report(folder: Path, *, draw: bool = True) -> Path:
+    """Write curve.png (where matplotlib is installed) and report.html; returns the latter.
 
-    title: str
-    """Heading."""
-    lines: tuple[tuple[str, str], ...]
-    """(label, metric name) of each line; those without a value are left out."""
-    y_range: tuple[float, float] | None = None
-    """Fixed edges; None fits the values."""
-    per_stage: bool = False
-    """One chart for each stage, where scales have nothing in common."""
-
-
-CHARTS = (
-    ChartSpec(
-        title="Held-out accuracy", lines=(("accuracy", "validation/accuracy"),), y_range=(0.0, 1.0)
-    ),
-    ChartSpec(
-        title="Reward",
-        lines=(
-            ("all rollouts", "reward/mean"),
-            ("trained", "reward/trained_mean"),
-            ("held-out", "validation/reward"),
-        ),
-    ),
-    ChartSpec(
-        title="Loss",
-        lines=(("loss", "loss/total"), ("nll per token", "nll/token")),
-        per_stage=True,
-    ),
-    ChartSpec(title="Gradient norm", lines=(("before clipping", "grad_norm"),)),
-    ChartSpec(
-        title="Response length, tokens",
-        lines=(
-            ("mean", "response_length/mean"),
-            ("longest", "response_length/max"),
-        ),
-    ),
-    ChartSpec(title="Entropy, nats per token", lines=(("entropy", "entropy"),)),
-    ChartSpec(
-        title="Trainer and engine disagree, nats",
-        lines=(("mean", "mismatch/abs_mean"), ("largest", "mismatch/max")),
-    ),
-    ChartSpec(
-        title="Throughput, tokens per second", lines=(("generated", "rollout/tokens_per_s"),)
-    ),
-    ChartSpec(
-        title="Seconds of each step",
-        lines=(
-            ("train", "time/train"),
-            ("sync", "time/sync"),
-            ("validation", "time/validation"),
-            ("waiting for rollouts", "time/rollout_wait"),
-            ("other", "time/other"),
-        ),
-    ),
-)
-
-
-def write_report(folder: Path) -> Path:
-    """Write curve.png (where matplotlib is installed) and report.html; returns the latter."""
+    `draw=False` leaves charts and curve.png to a later call, which takes a second less.
+    """
     records = read_metrics(folder / "metrics.jsonl")
     summary = read_json(folder / "summary.json") or {}
-    no_curve = draw_curve(folder / "curve.png", records, summary)
+    charts = _latest(records, "the run was interrupted; it draws them when it is resumed")
+    if draw:
+        try:
+            draw_curve(folder / "curve.png", records, summary.get("time_share") or {})
+            charts = _charts(draw_charts(records))
+        except ImportError:
+            charts = _latest(records, "matplotlib is not installed (pip install 'nexrl[report]')")
     path = folder / "report.html"
-    write_text(path, _page(folder, records, summary, no_curve))
+    write_text(path, _page(folder, charts if records else _note("No metrics yet."), summary))
     return path
 
 
-def _page(
-    folder: Path, records: Sequence[MetricRecord], summary: Mapping[str, Any], no_curve: str
-) -> str:
-    template = Template(
-        resources.files("nexrl.activity").joinpath("report_template.html").read_text("utf-8")
-    )
+def _page(folder: Path, charts: str, summary: Mapping[str, Any]) -> str:
+    template = resources.files("nexrl.report").joinpath("report_template.html").read_text("utf-8")
     status = str(summary.get("status", "unfinished"))
     tone = {"completed": "good", "failed": "bad"}.get(status, "")
     reason = str(summary.get("exit_reason", "no summary.json: the run did not end by itself"))
     first_line = reason.partition("\n")[0]
-    charts, absent = _charts(records)
-    missing = [f"Not logged in this run: {', '.join(absent)}."] if absent else []
-    missing += [no_curve] if no_curve else []
-    return template.substitute(
+    return Template(template).substitute(
         title=escape(f"{folder.parent.name} / {folder.name}"),
         subtitle=f'<b class="{tone}">{escape(status)}</b> · {escape(first_line)}',
         tiles=_tiles(summary),
         failure=_failure(status, reason),
-        charts=charts or '<p class="note">No metrics yet.</p>',
-        missing="".join(f'<p class="note">{escape(text)}</p>' for text in missing),
+        charts=charts,
         time_share=_time_share(summary),
         tables=_ledger(summary) + _failures(summary) + _slowest(summary),
         origin=_origin(folder),
     )
 
 
-def _charts(records: Sequence[MetricRecord]) -> tuple[str, list[str]]:
+def _charts(drawn: Mapping[str, str]) -> str:
     """The charts that have values, and the titles of those that have none."""
-    borders = stage_borders(records)
-    stages = list(dict.fromkeys(r.stage for r in records))
-    figures, absent = [], []
-    for spec in CHARTS:
-        parts: list[tuple[str, Sequence[MetricRecord]]] = [(spec.title, records)]
-        if spec.per_stage and len(stages) > 1:
-            parts = [
-                (f"{spec.title}: {stage}", [r for r in records if r.stage == stage])
-                for stage in stages
-            ]
-        drawn = "".join(
-            line_chart(
-                title,
-                [
-                    Series(label=label, points=points)
-                    for label, metric in spec.lines
-                    if (points := series_of(part, metric))
-                ],
-                borders=() if spec.per_stage else borders,
-                y_range=spec.y_range,
-            )
-            for title, part in parts
-        )
-        if drawn:
-            figures.append(drawn)
-        else:
-            absent.append(spec.title.lower())
-    return "".join(figures), absent
+    figures = [
+        f'<figure class="card"><figcaption>{escape(title)}</figcaption><img alt="{escape(title)}" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"></figure>'
+        for title, svg in drawn.items()
+    ]
+    shown = {title.partition(": ")[0] for title in drawn}  # a stage's own chart names the stage
+    absent = [title.lower() for title in CHARTS if title not in shown]
+    note = _note(f"Not logged in this run: {', '.join(absent)}.") if absent else ""
+    return f'<section class="two">{"".join(figures)}</section>{note}'
+
+
+def _latest(records: Sequence[MetricRecord], reason: str) -> str:
+    """In place of charts: the first and the last value of each metric that has a chart."""
+    values: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record.metrics.items():
+            values.setdefault(name, []).append(value)
+    body = [
+        (name, f"{values[name][0]:.4g}", f"{values[name][-1]:.4g}")
+        for chart in CHARTS.values()
+        for name in chart.values()
+        if name in values
+    ]
+    note = _note(f"No charts and no curve.png: {reason}.")
+    return note + _table("Metrics", ("metric", "first", "last"), body)
 
 
 def _tiles(summary: Mapping[str, Any]) -> str:
     stages = summary.get("stages") or []
     tiles = [
-        ("steps", format_number(float(summary.get("steps", 0)))),
-        ("trajectories", format_number(float(summary.get("trajectories", 0)))),
+        ("steps", f"{summary.get('steps', 0):,}"),
+        ("trajectories", f"{summary.get('trajectories', 0):,}"),
         ("wall time", _minutes(float(summary.get("wall_s", 0.0)))),
     ]
     for stage in stages:
@@ -175,6 +111,7 @@ def _failure(status: str, reason: str) -> str:
 
 
 def _time_share(summary: Mapping[str, Any]) -> str:
+    """One bar for each stage and one for the run; its parts are shares of the wall time."""
     rows = [
         (str(stage.get("name") or "run"), stage["time_share"])
         for stage in summary.get("stages") or []
@@ -183,15 +120,24 @@ def _time_share(summary: Mapping[str, Any]) -> str:
     if summary.get("time_share") and len(rows) != 1:
         rows.append(("whole run", summary["time_share"]))
     if not rows:
-        return '<p class="note">No time shares: the run left no summary.json.</p>'
-    return stacked_bars([(name, _words(shares)) for name, shares in rows])
-
-
-def _words(shares: Mapping[str, float]) -> dict[str, float]:
-    return {
-        {"rollout_wait": "waiting for rollouts"}.get(name, name): float(value)
-        for name, value in shares.items()
-    }
+        return _note("No time shares: the run left no summary.json.")
+    names = list(dict.fromkeys(name for _, shares in rows for name in shares))
+    colours = dict(zip(names, COLOURS, strict=False))
+    words = {name: escape(name.replace("rollout_wait", "waiting for rollouts")) for name in names}
+    legend = "".join(
+        f'<span><i style="background:{colours[name]}"></i>{words[name]}</span>' for name in names
+    )
+    bars = []
+    for label, shares in rows:
+        parts = "".join(
+            f'<span style="width:{share:.2%};background:{colours[name]}" '
+            f'title="{words[name]} {share:.1%}">{f"{share:.0%}" if share >= 0.06 else ""}</span>'
+            for name, share in shares.items()
+        )
+        bars.append(
+            f'<div class="bar"><b>{escape(label)}</b><div class="parts">{parts}</div></div>'
+        )
+    return f'<div class="bars"><div class="legend">{legend}</div>{"".join(bars)}</div>'
 
 
 def _ledger(summary: Mapping[str, Any]) -> str:
@@ -236,9 +182,7 @@ def _table(
         )
 
     rows = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in body)
-    content = (
-        f"<table><tr>{row(head, 'th')}</tr>{rows}</table>" if body else '<p class="note">None.</p>'
-    )
+    content = f"<table><tr>{row(head, 'th')}</tr>{rows}</table>" if body else _note("None.")
     return f'<div class="card"><h3>{escape(title)}</h3>{content}</div>'
 
 
@@ -251,7 +195,7 @@ def _origin(folder: Path) -> str:
             parts.append(
                 f'<details class="card"><summary>{title}</summary><pre>{text}</pre></details>'
             )
-    return "".join(parts) or '<p class="note">Neither config.yaml nor code_version.json exists.</p>'
+    return "".join(parts) or _note("Neither config.yaml nor code_version.json exists.")
 
 
 def _minutes(seconds: float) -> str:
@@ -260,3 +204,7 @@ def _minutes(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'

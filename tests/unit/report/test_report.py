@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from nexrl.activity.atomic_file import write_json
-from nexrl.activity.charts import Series, line_chart, stacked_bars, ticks
-from nexrl.activity.metric_series import series_of, stage_borders
 from nexrl.activity.metric_sink import MetricSink, read_metrics
-from nexrl.activity.report import write_report
+from nexrl.atomic import write_json
+from nexrl.report.figures import draw_charts, series_of, stage_borders
+from nexrl.report.report import write_report
 
-VOID = {"meta", "br", "line", "circle", "polyline", "i"}
+VOID = {"meta", "img"}
 
 
 class BalanceChecker(HTMLParser):
@@ -51,7 +50,7 @@ def make_run(folder: Path, **summary: object) -> Path:
 
 def test_the_page_loads_nothing_and_its_tags_are_balanced(tmp_path: Path) -> None:
     page = write_report(make_run(tmp_path, status="completed", exit_reason="done")).read_text()
-    assert not re.search(r"(?:src|href)=|url\(|@import|https?://", page)
+    assert not re.search(r'(?:src|href)=(?!"data:)|url\(|@import|https?://', page)
     checker = BalanceChecker()
     checker.feed(page)
     assert checker.stack == []
@@ -118,8 +117,17 @@ def test_without_matplotlib_the_page_says_what_is_missing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     run = make_run(tmp_path, status="completed")
-    assert "matplotlib is not installed" in write_report(run).read_text()
+    page = write_report(run).read_text()
+    assert "matplotlib is not installed" in page
+    assert "<td>validation/accuracy</td><td class=n>0</td><td class=n>0.97</td>" in page
     assert not (run / "curve.png").exists()
+
+
+def test_an_interrupted_run_leaves_drawing_to_a_later_call(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "the run was interrupted" in write_report(run, draw=False).read_text()
+    assert not (run / "curve.png").exists()
+    assert "the run was interrupted" not in write_report(run).read_text()
 
 
 def test_a_validation_stands_at_the_training_step_it_was_made_at(tmp_path: Path) -> None:
@@ -128,27 +136,17 @@ def test_a_validation_stands_at_the_training_step_it_was_made_at(tmp_path: Path)
     assert stage_borders(records) == [(0.0, "warmup"), (20.0, "grpo")]
 
 
-def test_a_chart_leaves_out_what_is_not_finite_and_is_empty_without_values() -> None:
-    gap = Series(label="a", points=((0, 1.0), (1, float("nan")), (2, 3.0)))
-    assert line_chart("t", [gap]).count("<circle") == 2
-    assert line_chart("t", [Series(label="a", points=((0, float("nan")),))]) == ""
+def test_a_series_leaves_out_what_is_not_finite_and_is_empty_without_values(tmp_path: Path) -> None:
+    sink = MetricSink(tmp_path / "metrics.jsonl", clock=lambda: 0.0)
+    for step, value in enumerate((1.0, float("nan"), 3.0)):
+        sink.log("step", step, {"entropy": value, "grad_norm": float("nan")})
+    sink.close()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert series_of(records, "entropy") == ((0.0, 1.0), (2.0, 3.0))
+    assert series_of(records, "grad_norm") == ()
+    assert list(draw_charts(records)) == ["Entropy, nats per token"]
 
 
-def test_a_long_series_is_thinned_and_keeps_its_last_point() -> None:
-    points = tuple((float(x), float(x)) for x in range(10_001))
-    figure = line_chart("t", [Series(label="a", points=points)])
-    assert len(re.findall(r'<polyline[^>]* points="([^"]*)"', figure)[0].split()) <= 401
-    assert "10000.0, 10000.0" in figure
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (-3, 12, [0, 5, 10]), (0.5, 0.5, [0.5])],
-)
-def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == pytest.approx(expected)
-
-
-def test_bars_have_a_part_for_each_share() -> None:
-    bars = stacked_bars([("run", {"train": 0.75, "other": 0.25})])
-    assert re.findall(r"width:([\d.]+)%", bars) == ["75.00", "25.00"]
+def test_bars_have_a_part_for_each_share(tmp_path: Path) -> None:
+    run = make_run(tmp_path, status="completed", time_share={"train": 0.75, "other": 0.25})
+    assert re.findall(r"width:([\d.]+)%", write_report(run).read_text()) == ["75.00", "25.00"]

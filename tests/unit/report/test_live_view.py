@@ -7,8 +7,8 @@ import io
 from typing import Literal
 
 from nexrl.activity.activity_tracker import ActivityTracker
-from nexrl.activity.live_view import LiveView
 from nexrl.config.schema import RuntimeMonitorConfig
+from nexrl.report.live_view import LiveView
 from nexrl.testing.virtual_time import virtual_time
 
 

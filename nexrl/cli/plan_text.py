@@ -1,26 +1,25 @@
-"""What a recipe will do, in units, before any weight is loaded.
+"""What a recipe will do, in units and words, before any weight is loaded.
 
-`build_plan` takes a loaded configuration and a `PlanProbe` that looks at the world (rows, tokenizer,
-user code, machine); the command line hands in the real one (`nexrl/cli/plan.py`). Everything
-that is wrong becomes a finding, so that one run of `nexrl plan` shows all of it.
+Consumes a loaded configuration and what `plan_probe.py` saw of rows, tokenizer, user code and
+machine; pure. Everything that is wrong is a finding, so that one run of `nexrl plan` shows all of
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from nexrl.config.loader import MAIN_STAGE, LoadedConfig, StageConfig
-from nexrl.config.memory_estimate import (
+from nexrl.cli.memory_estimate import (
     MemoryItem,
     ModelSize,
     estimate_memory,
     human_bytes,
 )
-from nexrl.config.rules import GROUP_RELATIVE_ADVANTAGES
+from nexrl.config.loader import MAIN_STAGE, LoadedConfig
+from nexrl.config.rules import GROUP_RELATIVE_ADVANTAGES, RL_TRAINERS
 from nexrl.config.schema import RunConfig
-from nexrl.config.values import RL_TRAINERS
 
 ROWS_READ = 20
 """Rows of each source that a plan reads."""
@@ -82,26 +81,6 @@ class Inspection:
     """Checks of rows, user code and reward."""
 
 
-class PlanProbe(Protocol):
-    """Looks at the world for a plan; reports what is wrong as findings and does not raise."""
-
-    def inspect_stage(self, stage: StageConfig) -> Inspection:
-        """Rows, prompts and user code of one stage."""
-        ...
-
-    def inspect_machine(self) -> list[Finding]:
-        """Folders, packages, devices, endpoints."""
-        ...
-
-    def model(self) -> ModelSize | None:
-        """Size of the model; None when its folder is not made yet."""
-        ...
-
-    def memory_bytes(self) -> int:
-        """Memory of this machine."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """One stage in units."""
@@ -135,13 +114,21 @@ class Plan:
         return [f.text for f in self.findings if f.severity == "problem"]
 
 
-def build_plan(loaded: LoadedConfig, probe: PlanProbe) -> Plan:
-    """The effective plan of every stage and all findings."""
-    findings = list(probe.inspect_machine())
-    stages = []
-    model, memory = probe.model(), dict[str, MemoryItem]()
-    for stage in loaded.stages:
-        seen = probe.inspect_stage(stage)
+def build_plan(
+    loaded: LoadedConfig,
+    inspections: Sequence[Inspection],
+    *,
+    machine: Sequence[Finding],
+    model: ModelSize | None,
+    machine_bytes: int,
+) -> Plan:
+    """The effective plan of every stage, of which each has an inspection, and all findings.
+
+    `model` is None when its folder is not made yet; `machine_bytes` is this machine's memory.
+    """
+    findings = list(machine)
+    stages, memory = [], dict[str, MemoryItem]()
+    for stage, seen in zip(loaded.stages, inspections, strict=True):
         prefix = "" if stage.name == MAIN_STAGE else f"stage {stage.name}: "
         stage_findings = [*seen.findings, *_lint(stage.config, seen, model)]
         findings += [Finding(severity=f.severity, text=prefix + f.text) for f in stage_findings]
@@ -155,7 +142,6 @@ def build_plan(loaded: LoadedConfig, probe: PlanProbe) -> Plan:
         for item in _memory(stage.config, model, seen):
             if item.what not in memory or memory[item.what].num_bytes < item.num_bytes:
                 memory[item.what] = item
-    machine_bytes = probe.memory_bytes()
     findings += _memory_findings(memory.values(), machine_bytes)
     order = ("problem", "warning", "ok")
     unique = dict.fromkeys(findings)

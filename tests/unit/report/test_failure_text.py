@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from nexrl.activity.failure_text import format_failure
 from nexrl.errors import (
     DeadlineError,
     FailureClass,
@@ -15,6 +14,7 @@ from nexrl.errors import (
     UserCodeError,
     innermost_cause,
 )
+from nexrl.report.failure_text import failure_reason, format_failure
 
 
 def raised(error: Exception) -> Exception:
@@ -61,6 +61,13 @@ def test_the_last_fifty_lines_of_the_failing_components_log_come_before_the_caus
     assert text.endswith("ServiceError: inference ended by itself: exit code 1")
 
 
+def test_the_reason_is_the_first_line_of_the_cause() -> None:
+    """FR-152: the name of what failed, not the last line of its log nor the group around it."""
+    error = ServiceError("train ended by itself: exit code 1; the end of train.log:\n  | bye")
+    reason = failure_reason(ExceptionGroup("g", [error]))
+    assert reason == "ServiceError: train ended by itself: exit code 1; the end of train.log:"
+
+
 def test_a_log_that_is_absent_is_said_to_be(tmp_path: Path) -> None:
     text = format_failure(ServiceError("x"), log_path=tmp_path / "a.log")
     assert f"(no log at {tmp_path / 'a.log'})" in text
@@ -70,6 +77,7 @@ def test_a_stopped_run_shows_the_traceback_of_the_user_code_that_failed() -> Non
     error = RunStoppedError("40 of the last 64 failed", failure_class=FailureClass.USER_CODE)
     error.add_note('File "reward.py", line 14, in score')
     text = format_failure(ExceptionGroup("g", [error]))
+    assert "component:" not in text
     assert text.index("reward.py") < text.index("RunStoppedError: 40 of the last 64 failed")
     assert "kind:      user_code" in text
 

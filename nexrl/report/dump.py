@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -134,59 +135,47 @@ class _Recording:
         self._recorder = recorder
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._service, name)
-        if name.startswith("_") or not callable(value):
-            return value
-        wrapped = (
-            self._async(name, value)
-            if inspect.iscoroutinefunction(value)
-            else self._sync(name, value)
-        )
+        method = getattr(self._service, name)
+        if name.startswith("_") or not callable(method):
+            return method
+
+        @wraps(method)
+        def call(*arguments: Any, **named: Any) -> Any:
+            with self._noted(name, arguments, named) as answer:
+                answer.append(method(*arguments, **named))
+                return answer[0]
+
+        @wraps(method)
+        async def call_async(*arguments: Any, **named: Any) -> Any:
+            with self._noted(name, arguments, named) as answer:
+                answer.append(await method(*arguments, **named))
+                return answer[0]
+
+        wrapped = call_async if inspect.iscoroutinefunction(method) else call
         setattr(self, name, wrapped)
         return wrapped
 
-    def _async(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        async def call(*arguments: Any, **named: Any) -> Any:
-            note = self._begin(name, arguments, named)
-            try:
-                result = await method(*arguments, **named)
-            except BaseException as error:
-                note(None, error)
-                raise
-            note(result, None)
-            return result
-
-        return call
-
-    def _sync(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(*arguments: Any, **named: Any) -> Any:
-            note = self._begin(name, arguments, named)
-            try:
-                result = method(*arguments, **named)
-            except BaseException as error:
-                note(None, error)
-                raise
-            note(result, None)
-            return result
-
-        return call
-
-    def _begin(
+    @contextmanager
+    def _noted(
         self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]
-    ) -> Callable[[Any, BaseException | None], None]:
-        """Take the time and the order now; the returned function writes the message."""
+    ) -> Iterator[list[Any]]:
+        """Order, time and arguments are taken on entry, for the callee may change them; the message
+        is written on exit, with the answer that was put into the list or the error that passed."""
         sequence, step = self._recorder.next_sequence(self._kind), self._recorder.step
+        answer: list[Any] = []
         if sequence is None:
-            return lambda result, error: None
+            yield answer
+            return
         clock = asyncio.get_running_loop().time
-        started = clock()
-        # Arguments are made plain now: the callee may change them.
+        started, failure = clock(), ""
         sent = [[_plain(a) for a in arguments], {k: _plain(v) for k, v in named.items()}]
-
-        def note(result: Any, error: BaseException | None) -> None:
-            cause = None if error is None else innermost_cause(error)
+        try:
+            yield answer
+        except BaseException as error:
+            cause = innermost_cause(error)
+            failure = f"{type(cause).__name__}: {cause}"
+            raise
+        finally:
             self._recorder.write(
                 DumpedMessage(
                     sequence=sequence,
@@ -196,12 +185,10 @@ class _Recording:
                     started_s=started,
                     finished_s=clock(),
                     arguments=sent,
-                    result=_plain(result),
-                    error="" if cause is None else f"{type(cause).__name__}: {cause}",
+                    result=_plain(answer[0]) if answer else None,
+                    error=failure,
                 )
             )
-
-        return note
 
 
 def read_dump(path: Path) -> Iterator[DumpedMessage]:

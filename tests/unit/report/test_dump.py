@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nexrl.activity.dump import DumpRecorder, read_dump, read_headers, recording
 from nexrl.errors import ServiceError
+from nexrl.report.dump import DumpRecorder, read_dump, read_headers, recording
 from nexrl.types import IntArray, Prompt, Sampling
 
 MakeRecorder = Callable[..., DumpRecorder]

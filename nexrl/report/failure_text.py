@@ -39,13 +39,21 @@ def format_failure(
     inner = innermost_cause(cause)
     if classify(cause) is FailureClass.USER_CODE and not isinstance(inner, NexRLError):
         lines += traceback.format_exception(type(inner), inner, inner.__traceback__, chain=False)
-    lines.append(f"component: {component or _component(cause)}")
-    lines.append(f"at:        {user_frame(cause)}")
+    if not isinstance(cause, RunStoppedError):  # raised by the rule; its message has the place
+        lines.append(f"component: {component or _component(cause)}")
+        lines.append(f"at:        {user_frame(cause)}")
     if log_path is not None:
         lines.append(f"log:       {log_path}")
     lines.append(f"kind:      {classify(cause).value}")
     lines.append(f"{type(cause).__name__}: {cause}")
     return redact_text("\n".join(line.rstrip() for line in lines), secrets=secrets)
+
+
+def failure_reason(error: BaseException, *, secrets: Collection[str] = ()) -> str:
+    """The cause in one line; what follows it (the end of a log) is left to `format_failure`."""
+    cause = _cause(error)
+    lines = f"{type(cause).__name__}: {cause}".splitlines()
+    return redact_text(lines[0].rstrip(), secrets=secrets)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -12,19 +12,28 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import platform
 import re
+import subprocess
+import sys
 from collections.abc import Collection, Mapping
 from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from nexrl.activity.atomic_file import write_json
-from nexrl.activity.code_version import code_version
+from nexrl.atomic import write_json
 from nexrl.config.redact import redact
 from nexrl.errors import ConfigError
 
+PACKAGES = (
+    *("nexrl", "aiohttp", "msgpack", "numpy", "pydantic"),
+    *("safetensors", "tokenizers", "torch", "transformers"),
+)
+"""Packages whose versions decide what a run computes."""
+_GIT_DEADLINE_S = 5.0
 _NAME = re.compile(r"^(\d{8}-\d{6})(?:-(\d+))?$")
 
 
@@ -50,6 +59,18 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.wandb = path / "wandb"
+        self.store = path / "store.sqlite"
+        self.checkpoints = path / "checkpoints"
+        self.publications = path / "publications"
+        self.dumps = path / "dumps"
+        self.logs = path / "logs"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+        self.curve = path / "curve.png"
         self._handlers: list[logging.Handler] = []
         self._lock = _take_lock(path)
         for folder in (self.logs, self.checkpoints, self.publications):
@@ -60,16 +81,22 @@ class RunFolder:
         """A new folder named by the time of day; `-2`, `-3` ... when that second is taken."""
         stamp = (now or datetime.now().astimezone()).strftime("%Y%m%d-%H%M%S")
         parent = Path(root).resolve() / experiment
-        parent.mkdir(parents=True, exist_ok=True)
         number = 1
-        while True:
-            path = parent / (stamp if number == 1 else f"{stamp}-{number}")
-            try:
-                path.mkdir()
-            except FileExistsError:
-                number += 1
-            else:
-                return cls(path)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                path = parent / (stamp if number == 1 else f"{stamp}-{number}")
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    number += 1
+                else:
+                    return cls(path)
+        except OSError as error:
+            raise ConfigError(
+                f"launch.run_root {str(root)!r}: cannot make a run folder in {parent}: "
+                f"{error.strerror} (accepted: a folder that can be written)"
+            ) from error
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
@@ -83,66 +110,6 @@ class RunFolder:
     def name(self) -> str:
         """`<experiment>/<time>`, the run's id."""
         return f"{self.path.parent.name}/{self.path.name}"
-
-    @property
-    def config(self) -> Path:
-        """Resolved configuration, secrets redacted."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """Every metric, one record a line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """Files of wandb, also of its offline mode."""
-        return self.path / "wandb"
-
-    @property
-    def store(self) -> Path:
-        """Trajectory store."""
-        return self.path / "store.sqlite"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Complete states, one folder each."""
-        return self.path / "checkpoints"
-
-    @property
-    def publications(self) -> Path:
-        """Published weights, one folder a version."""
-        return self.path / "publications"
-
-    @property
-    def dumps(self) -> Path:
-        """Recorded messages (`debug.dump`)."""
-        return self.path / "dumps"
-
-    @property
-    def logs(self) -> Path:
-        """One log file for each component."""
-        return self.path / "logs"
-
-    @property
-    def summary(self) -> Path:
-        """How the run ended, for programs."""
-        return self.path / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        """How the run went, for people."""
-        return self.path / "report.html"
-
-    @property
-    def curve(self) -> Path:
-        """The learning curve as an image."""
-        return self.path / "curve.png"
 
     def write_origin(
         self, config: Mapping[str, Any], *, secrets: Collection[str] = ()
@@ -205,3 +172,39 @@ def _take_lock(path: Path) -> IO[str]:
     file.write(f"process {os.getpid()}\n")
     file.flush()
     return file
+
+
+def code_version(source: Path | None = None) -> dict[str, Any]:
+    """Which code makes a run. `git_commit` and `git_dirty` are null when the code is not a git checkout."""
+    folder = source or Path(__file__).resolve().parents[1]
+    commit = _git(folder, "rev-parse", "HEAD")
+    status = _git(folder, "status", "--porcelain") if commit else None
+    return {
+        "git_commit": commit or None,
+        "git_dirty": None if status is None else bool(status),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Output of a git command; None when there is no git, no checkout or no commit."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_DEADLINE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

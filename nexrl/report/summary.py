@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nexrl.activity.activity_tracker import ActivityTracker
-from nexrl.activity.atomic_file import write_json
 from nexrl.activity.metric_sink import TRAIN_AXIS, VALIDATION_AXIS, MetricRecord
+from nexrl.atomic import write_json
 from nexrl.types import LedgerSnapshot
 
 RunStatus = Literal["completed", "failed", "interrupted"]

@@ -8,10 +8,10 @@ import math
 from pathlib import Path
 
 from nexrl.activity.activity_tracker import ActivityTracker
-from nexrl.activity.atomic_file import write_json
 from nexrl.activity.metric_sink import MetricRecord
-from nexrl.activity.summary import summarize_run, summarize_stages, write_summary
+from nexrl.atomic import write_json
 from nexrl.config.schema import RuntimeMonitorConfig
+from nexrl.report.summary import summarize_run, summarize_stages, write_summary
 from nexrl.testing.makers import make_record
 from nexrl.testing.virtual_time import virtual_time
 from nexrl.types import LedgerSnapshot

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nexrl.activity.run_folder import RunFolder, find_latest
 from nexrl.errors import ConfigError
+from nexrl.report.run_folder import RunFolder, find_latest
 
 NOON = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 
@@ -59,7 +59,7 @@ def test_a_second_holder_is_refused_and_told_who_has_it(
 
 def test_the_lock_of_a_process_that_died_is_free(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from nexrl.activity.run_folder import RunFolder;"
+        "import os, sys; from nexrl.report.run_folder import RunFolder;"
         "f = RunFolder.create(sys.argv[1], 'exp'); print(f.path, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
@@ -72,6 +72,12 @@ def test_the_lock_of_a_process_that_died_is_free(tmp_path: Path) -> None:
 def test_resuming_a_folder_that_is_absent_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"resume: .*nowhere is not a run folder"):
         RunFolder.open(tmp_path / "nowhere")
+
+
+def test_a_root_that_cannot_be_written_is_named_with_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"launch\.run_root .*file/runs.*Not a directory"):
+        RunFolder.create(tmp_path / "file" / "runs", "exp")
 
 
 def test_the_configuration_is_written_without_secrets_and_the_code_version_beside(

@@ -269,6 +269,7 @@ class Controller:
             config=self._resolved_config,
             code_version=self._code_version,
         )
+        await stage.pool.flush()
         state = {
             "loader": stage.loader.state_dict(),
             "pool": stage.pool.state_dict(),

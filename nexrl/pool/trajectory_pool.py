@@ -204,7 +204,8 @@ class TrajectoryPool:
         """A rollout has ended: store it, annotate it, and close its group when it is the last.
 
         The first end of a member counts; later ones (a late answer of an earlier attempt) are
-        dropped and counted. `take` returns a batch only when its records are committed.
+        dropped and counted. Commits follow in the order of the calls, within
+        store.commit_every_s: a mark of what became of a record is never durable before it.
         """
         group = self._groups.get(record.group_key)
         if group is None:
@@ -371,11 +372,6 @@ class TrajectoryPool:
             raise DeadlineError(self._describe_wait(version)) from None
         finally:
             self._taker = None
-        try:
-            await self._keeper.flush()
-        except BaseException:
-            self.release(batch)
-            raise
         return batch
 
     def mark_trained(self, batch: Batch) -> None:
@@ -597,6 +593,10 @@ class TrajectoryPool:
         self._base = self._active = self._newest = int(state["version"])
         self._next_batch_id = int(state["next_batch_id"])
         self._keeper.roll_back(version=self._base)
+
+    async def flush(self) -> None:
+        """Return once everything that has happened so far is committed; for checkpoints."""
+        await self._keeper.flush()
 
     async def aclose(self) -> None:
         """End all waits with PoolClosedError and commit what was stored; the store stays open for

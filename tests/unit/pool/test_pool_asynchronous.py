@@ -243,13 +243,14 @@ async def test_two_policies_share_a_store_and_nothing_else(tmp_path: Path) -> No
     assert [line["trained"] for line in lines] == [1]
 
 
-async def test_a_batch_is_handed_out_only_when_its_records_are_committed(tmp_path: Path) -> None:
+async def test_a_mark_is_never_durable_before_its_record(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path / "store.sqlite", commit_every_s=3600)
     pool = make_pool(rollout_repeat_n=1, store=store)
     await pool.admit(make_draw())
     await pool.end_rollout(make_record(make_draw()))
+    pool.mark_trained(await take(pool, 0))
     with StoreReader(store.path) as reader:
         assert list(reader.read()) == []
-        await take(pool, 0)
-        assert len(list(reader.read())) == 1
+        await pool.flush()
+        assert [s.outcome for s in reader.read()] == ["trained"]
     await store.aclose()

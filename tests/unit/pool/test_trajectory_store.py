@@ -220,8 +220,9 @@ async def test_a_store_that_fails_stops_the_run_or_is_left_out(path: Path, on_er
     await pool.end_rollout(make_record(rollout_id=UNWRITABLE))
     if on_error == "stop":
         with pytest.raises(StoreError):
-            await pool.take(version=0)
+            await pool.flush()
     else:
+        await pool.flush()
         assert await pool.take(version=0) is not None
         assert tracker.counts["store/write_failures"] == 1
         assert "no longer stored" in tracker.warnings[0]

@@ -130,9 +130,23 @@ def _add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_store_commands(commands)
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; a KEY=VALUE may stand anywhere after the command.
+
+    argparse itself gives up on positional arguments that follow an option.
+    """
+    parser = make_parser()
+    args, others = parser.parse_known_args(arguments)
+    for text in others:
+        if "=" not in text or text.startswith("-") or not hasattr(args, "overrides"):
+            parser.error(f"unrecognized arguments: {text}")
+        args.overrides.append(text)
+    return args
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; the first cause of a failure is the last thing printed."""
-    args = make_parser().parse_args(arguments)
+    args = parse(arguments)
     code = _run(args)
     if arguments is None and code == EXIT_INTERRUPTED:
         # We are the program: user code that still blocks in a thread must not hold up its end.

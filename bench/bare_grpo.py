@@ -14,7 +14,7 @@ import random
 import time
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 CHARS = "0123456789+=$_"  # $ ends, _ pads
@@ -47,7 +47,9 @@ class Block(nn.Module):
 
     def forward(self, x, positions, mask, cache):
         b, t, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x)).view(b, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        )
         q, k = rotate(q, positions), rotate(k, positions)
         if cache is not None:
             if "k" in cache:
@@ -114,12 +116,19 @@ def token_logprobs(model, rows):
 def accuracy(model, pairs):
     prompts = [encode(f"{a}+{b}=") for a, b in pairs]
     drawn, _, masks = generate(model, prompts, 0)
-    right = sum(answer_of(d, m) == str(a + b)[::-1] for d, m, (a, b) in zip(drawn, masks, pairs, strict=True))
+    right = sum(
+        answer_of(d, m) == str(a + b)[::-1]
+        for d, m, (a, b) in zip(drawn, masks, pairs, strict=True)
+    )
     return right / len(pairs)
 
 
 def answer_of(drawn, mask):
-    text = "".join(CHARS[i] for i, keep in zip(drawn.tolist(), mask.tolist(), strict=True) if keep and i < len(CHARS))
+    text = "".join(
+        CHARS[i]
+        for i, keep in zip(drawn.tolist(), mask.tolist(), strict=True)
+        if keep and i < len(CHARS)
+    )
     return text[:-1] if text.endswith("$") else text + "!"
 
 
@@ -175,9 +184,12 @@ def main() -> None:
         batch = rng.sample(train, 64)
         prompts = [encode(f"{a}+{b}=") for a, b in batch for _ in range(8)]
         drawn, behavior, masks = generate(model, prompts, 1.0)
-        rewards = torch.tensor([
-            float(answer_of(drawn[i], masks[i]) == str(sum(batch[i // 8]))[::-1]) for i in range(len(prompts))
-        ])
+        rewards = torch.tensor(
+            [
+                float(answer_of(drawn[i], masks[i]) == str(sum(batch[i // 8]))[::-1])
+                for i in range(len(prompts))
+            ]
+        )
         t1 = time.perf_counter()
         advantage = (rewards.view(64, 8) - rewards.view(64, 8).mean(1, keepdim=True)).view(-1)
         keep = [i for i in range(len(prompts)) if abs(rewards.view(64, 8)[i // 8].std()) > 0]
@@ -204,13 +216,19 @@ def main() -> None:
         if step % 20 == 19:
             final = accuracy(model, held_out)
             if not args.json:
-                print(f"step {step + 1}: reward {rewards.mean():.3f} held-out {final:.3f} at {t2 - start:.1f} s")
+                print(
+                    f"step {step + 1}: reward {rewards.mean():.3f} held-out {final:.3f} at {t2 - start:.1f} s"
+                )
             if final >= args.target:
                 reached_s = time.perf_counter() - start
                 break
     result = {
-        "warmup_s": round(warm_s, 2), "after_warmup": after_warmup, "final": final, "rl_steps": step + 1,
-        "reached_s": reached_s and round(reached_s, 2), "total_s": round(time.perf_counter() - start, 2),
+        "warmup_s": round(warm_s, 2),
+        "after_warmup": after_warmup,
+        "final": final,
+        "rl_steps": step + 1,
+        "reached_s": reached_s and round(reached_s, 2),
+        "total_s": round(time.perf_counter() - start, 2),
         "rl_share": {k: round(v, 2) for k, v in spent.items()},
     }
     print(json.dumps(result))

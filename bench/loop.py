@@ -45,7 +45,9 @@ def reward(completion: str) -> float:
     return float(len(completion) % 2)
 
 
-def settings(batch: int, batches: int, concurrency: int, model: Path, store: bool) -> dict[str, Any]:
+def settings(
+    batch: int, batches: int, concurrency: int, model: Path, store: bool
+) -> dict[str, Any]:
     return {
         "experiment_name": "loop",
         "data": {
@@ -71,7 +73,9 @@ def write_recipe(folder: Path, model: Path, concurrency: int, args: argparse.Nam
     return folder
 
 
-async def run_once(folder: Path, model: Path, concurrency: int, args: argparse.Namespace) -> dict[str, float]:
+async def run_once(
+    folder: Path, model: Path, concurrency: int, args: argparse.Namespace
+) -> dict[str, float]:
     """One stage of `batches` batches; the rate leaves out the first two."""
     loaded = load_run_config(folder)
     loop = asyncio.get_running_loop()
@@ -85,18 +89,32 @@ async def run_once(folder: Path, model: Path, concurrency: int, args: argparse.N
     controller = Controller(
         train=train,
         weight_sync=WeightSyncController(
-            train=train, engines=[inference], config=loaded.config.weight.model_copy(update={"verify": "off"}),
-            folder=folder / "publications", tracker=tracker,
+            train=train,
+            engines=[inference],
+            config=loaded.config.weight.model_copy(update={"verify": "off"}),
+            folder=folder / "publications",
+            tracker=tracker,
         ),
-        tracker=tracker, sink=sink, version=PolicyVersion(),
+        tracker=tracker,
+        sink=sink,
+        version=PolicyVersion(),
     )
     await controller.start()
     stage = build_stage(
-        loaded.stages[0], 0,
+        loaded.stages[0],
+        0,
         StageSurroundings(
-            recipe_dir=folder, run_id="loop", train=train, inference=inference,
-            engine=await inference.info(), renderer=load_renderer(model), store=store, tracker=tracker,
-            recorder=None, checkpoints=folder / "checkpoints", version=PolicyVersion(),
+            recipe_dir=folder,
+            run_id="loop",
+            train=train,
+            inference=inference,
+            engine=await inference.info(),
+            renderer=load_renderer(model),
+            store=store,
+            tracker=tracker,
+            recorder=None,
+            checkpoints=folder / "checkpoints",
+            version=PolicyVersion(),
         ),
     )
     await controller.run_stage(stage, StageResult(name="main"))
@@ -110,7 +128,11 @@ async def run_once(folder: Path, model: Path, concurrency: int, args: argparse.N
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     walls = [r["wall_s"] for r in records if r["axis"] == "step"]
     rate = args.batch * (len(walls) - 2) / (walls[-1] - walls[1])
-    return {"concurrency": concurrency, "trajectories_per_s": round(rate), "shutdown_s": round(shutdown_s, 3)}
+    return {
+        "concurrency": concurrency,
+        "trajectories_per_s": round(rate),
+        "shutdown_s": round(shutdown_s, 3),
+    }
 
 
 def main() -> None:
@@ -131,7 +153,15 @@ def main() -> None:
             if not args.json:
                 print(result, flush=True)
     rates = [r["trajectories_per_s"] for r in results]
-    print(json.dumps({"batch": args.batch, "results": results, "max_over_min": round(max(rates) / min(rates), 2)}))
+    print(
+        json.dumps(
+            {
+                "batch": args.batch,
+                "results": results,
+                "max_over_min": round(max(rates) / min(rates), 2),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -51,26 +51,41 @@ def make_batch(rng: np.random.Generator, number: int) -> Batch:
             completion = Completion(
                 token_ids=tokens,
                 logprobs=np.full(len(tokens), -2.0, np.float32),
-                versions=(VersionSpan(start=0, end=len(tokens), version=PolicyVersion(number=number)),),
-                text="", finish_reason="eos", prompt_token_ids=prompt,
+                versions=(
+                    VersionSpan(start=0, end=len(tokens), version=PolicyVersion(number=number)),
+                ),
+                text="",
+                finish_reason="eos",
+                prompt_token_ids=prompt,
             )
             trajectory = completion.to_trajectory(
                 reward=float(rng.integers(2)), group_id=f"g{g}", trajectory_id=f"{number}/{g}/{m}"
             )
             records.append(
                 RolloutRecord(
-                    rollout_id=f"{number}/{g}/{m}", group_key=f"g{g}", member=m,
-                    status=TrajectoryStatus.COMPLETED, trajectories=(trajectory,),
+                    rollout_id=f"{number}/{g}/{m}",
+                    group_key=f"g{g}",
+                    member=m,
+                    status=TrajectoryStatus.COMPLETED,
+                    trajectories=(trajectory,),
                 )
             )
         groups.append(
             RolloutGroup(
-                group_key=f"g{g}", policy="actor", source="", admission=g, admitted_version=number,
+                group_key=f"g{g}",
+                policy="actor",
+                source="",
+                admission=g,
+                admitted_version=number,
                 records=tuple(records),
             )
         )
     return Batch(
-        batch_id=number, policy="actor", version=number, groups=tuple(groups), num_expected_groups=GROUPS
+        batch_id=number,
+        policy="actor",
+        version=number,
+        groups=tuple(groups),
+        num_expected_groups=GROUPS,
     )
 
 
@@ -102,7 +117,10 @@ async def measure(folder: Path, batches: int) -> dict[str, float]:
 def import_seconds() -> float:
     """Median of five cold interpreters: `import nexrl` beyond starting Python."""
     code = "import time; t = time.perf_counter(); import nexrl; print(time.perf_counter() - t)"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(5)
+    ]
     return statistics.median(float(r.stdout) for r in runs)
 
 

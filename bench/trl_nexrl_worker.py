@@ -1,6 +1,6 @@
 """The NexRL side of the comparison with TRL: a whole `nexrl launch`. Prints one JSON line.
 
-    python bench/trl_nexrl_worker.py FOLDER SETTINGS_JSON in_process|process
+python bench/trl_nexrl_worker.py FOLDER SETTINGS_JSON in_process|process
 """
 
 from __future__ import annotations
@@ -29,9 +29,17 @@ def make_inputs(folder: Path) -> None:
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(vocabulary), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128,
-            tie_word_embeddings=False, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+            vocab_size=len(vocabulary),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=128,
+            tie_word_embeddings=False,
+            eos_token_id=1,
+            pad_token_id=0,
+            bos_token_id=None,
         )
     )
     model.save_pretrained(folder / "model")
@@ -59,7 +67,9 @@ def main() -> None:
     config: dict[str, Any] = {
         "experiment_name": "trl-side-by-side",
         "data": {
-            "sources": [{"factory": f"{here}:prompts", "arguments": {"path": str(folder / "prompts.json")}}],
+            "sources": [
+                {"factory": f"{here}:prompts", "arguments": {"path": str(folder / "prompts.json")}}
+            ],
             "batch_size": settings["groups"],
             "rollout_repeat_n": settings["repeat"],
         },
@@ -82,11 +92,17 @@ def main() -> None:
     code = launch(recipe, [], resume=None)
     if code:
         sys.exit(code)
-    [metrics] = sorted((folder / "runs").glob("*/*/metrics.jsonl"), key=lambda p: p.stat().st_mtime)[-1:]
+    [metrics] = sorted(
+        (folder / "runs").glob("*/*/metrics.jsonl"), key=lambda p: p.stat().st_mtime
+    )[-1:]
     steps = [r for line in metrics.open() if (r := json.loads(line))["axis"] == "step"]
     seconds = steps[-1]["wall_s"] - steps[1]["wall_s"]
     rate = settings["groups"] * settings["repeat"] * (len(steps) - 2) / seconds
-    shares = {k: round(sum(s["metrics"].get(k, 0) for s in steps[2:]) / seconds, 3) for k in steps[-1]["metrics"] if k.startswith(("time/", "sync/")) and k.endswith(("_s", "train", "sync", "rollout_wait"))}
+    shares = {
+        k: round(sum(s["metrics"].get(k, 0) for s in steps[2:]) / seconds, 3)
+        for k in steps[-1]["metrics"]
+        if k.startswith(("time/", "sync/")) and k.endswith(("_s", "train", "sync", "rollout_wait"))
+    }
     print(json.dumps({"trajectories_per_s": rate, "steps": len(steps), "seconds_share": shares}))
 
 

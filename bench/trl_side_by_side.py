@@ -57,8 +57,20 @@ def main() -> None:
         make_inputs(folder)
         commands = {
             "trl": [args.trl_python, str(TRL_SCRIPT), str(folder), settings],
-            "nexrl in process": [sys.executable, str(NEXRL_SCRIPT), str(folder), settings, "in_process"],
-            "nexrl over HTTP": [sys.executable, str(NEXRL_SCRIPT), str(folder), settings, "process"],
+            "nexrl in process": [
+                sys.executable,
+                str(NEXRL_SCRIPT),
+                str(folder),
+                settings,
+                "in_process",
+            ],
+            "nexrl over HTTP": [
+                sys.executable,
+                str(NEXRL_SCRIPT),
+                str(folder),
+                settings,
+                "process",
+            ],
         }
         results: dict[str, list[dict[str, float]]] = {k: [] for k in commands}
         for number in range(args.rounds):

@@ -358,7 +358,10 @@ def render_plan(plan: Plan) -> str:
     if plan.memory:
         total = sum(item.num_bytes for item in plan.memory)
         machine = human_bytes(plan.machine_bytes)
-        lines += ["", f"memory without activations, about {human_bytes(total)} (this machine: {machine})"]
+        lines += [
+            "",
+            f"memory without activations, about {human_bytes(total)} (this machine: {machine})",
+        ]
         lines += [f"  {item.what:<44}{human_bytes(item.num_bytes):>10}" for item in plan.memory]
     if plan.findings:
         lines += ["", "checks"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nexrl.errors import ConfigError
 from nexrl.activity.loggers import TensorBoardLogger, WandbLogger
+from nexrl.errors import ConfigError
 
 
 def make_wandb(folder: Path) -> WandbLogger:

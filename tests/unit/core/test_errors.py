@@ -42,10 +42,9 @@ def test_every_error_has_a_class(error: BaseException, expected: FailureClass) -
 
 
 def test_the_place_of_an_error_is_a_line_of_the_users_file() -> None:
-    try:
+    with pytest.raises(ValueError) as caught:
         int("x")
-    except ValueError as error:
-        assert user_frame(error).startswith(__file__)
+    assert user_frame(caught.value).startswith(__file__)
 
 
 def test_the_place_of_a_syntax_error_is_the_broken_line() -> None:

@@ -14,6 +14,9 @@ import numpy as np
 
 from nexrl.types import BoolArray, IntArray
 
+WORTH_A_PASS = 512
+"""Slots of a micro-batch from which on the fixed cost of another pass is small."""
+
 Index = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
@@ -44,7 +47,11 @@ def plan_padded(lengths: IntArray, rows: Sequence[int], max_tokens: int) -> list
     batches: list[list[list[int]]] = []
     for row in _longest_first(lengths, rows):
         width = int(lengths[batches[-1][0][0]]) if batches else 0
-        if not batches or (len(batches[-1]) + 1) * width > max_tokens:
+        size = len(batches[-1]) * width if batches else 0
+        is_full = size + width > max_tokens
+        # From here on every row would be a quarter padding: cheaper in a pass of their own.
+        is_wasteful = size >= WORTH_A_PASS and int(lengths[row]) < 0.75 * width
+        if not batches or is_full or is_wasteful:
             batches.append([])
         batches[-1].append([row])
     return batches

@@ -66,8 +66,9 @@ class TorchTrainService:
         )
 
     def _prepare_thread(self) -> None:
-        if self._config.num_threads is not None:
-            torch.set_num_threads(self._config.num_threads)
+        # Always: in one process with the builtin engine, a thread inherits what the engine has set.
+        asked = int(os.environ.get("OMP_NUM_THREADS") or 0)
+        torch.set_num_threads(self._config.num_threads or asked or os.cpu_count() or 1)
         if self._deterministic:
             # cuBLAS reads it when the first CUDA handle is made.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -56,6 +56,8 @@ format: $(VENV)/dev.stamp ## Rewrite files as `make check` wants them
 
 bench: $(VENV)/dev.stamp ## Numbers of bench/README.md that need no other environment
 	$(PYTHON) bench/loop.py --json
+	$(PYTHON) bench/trainer_overhead.py --json
+	$(PYTHON) bench/engine.py --json
 	$(PYTHON) bench/bare_grpo.py --json
 
 $(TRL_VENV)/stamp: constraints.txt Makefile

@@ -22,6 +22,10 @@ from nexrl.services.train.client import HttpTrainService
 from nexrl.services.train.local import make_local_train_service
 from nexrl.services.train.protocol import TrainService
 
+SHARED_SWITCH_INTERVAL_S = 0.0002
+"""With services in process, the engine's thread asks for the interpreter hundreds of times a step;
+at the default of 5 ms each busy moment of the event loop holds it up that long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
@@ -45,6 +49,11 @@ async def local_services(
 ) -> AsyncIterator[Services]:
     """Services up and answering; on exit all of them have ended, in parallel."""
     children: list[ChildProcess] = []
+    if "in_process" in (
+        config.service.train_service.placement,
+        config.service.inference_service.placement,
+    ):
+        sys.setswitchinterval(SHARED_SWITCH_INTERVAL_S)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close_children, children)
         async with asyncio.TaskGroup() as starting:

@@ -78,8 +78,15 @@ def test_only_the_number_itself_is_exact_and_no_longer_number_begins_with_it(
     ("reason", "stopped"), [("eos", 0.2), ("stop_token", 0.2), ("length", 0.0), ("abort", 0.0)]
 )
 def test_an_end_of_its_own_choice_is_rewarded(reason: str, stopped: float) -> None:
-    parts = load("reward.py:score_sum")("x", answer="1", finish_reason=reason, prompt="p")
+    parts = load("reward.py:score_sum")("7", answer="1", finish_reason=reason, prompt="p")
     assert parts["stopped"] == stopped
+
+
+@pytest.mark.parametrize("completion", ["", " ", "x", "I think it is 7", "4 + 1 = 5"])
+def test_an_end_without_a_number_earns_nothing(completion: str) -> None:
+    """Else saying nothing is the nearest optimum, and some runs stay there."""
+    parts = load("reward.py:score_sum")(completion, answer="1", finish_reason="eos")
+    assert sum(parts.values()) == 0.0
 
 
 def test_configuration_opens_its_own_data() -> None:

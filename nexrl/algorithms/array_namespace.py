@@ -31,3 +31,29 @@ def log_difference(logprobs: Any, others: Any) -> Any:
     """`logprobs - others` within +-MAX_LOG_DIFFERENCE; the gradient is 0 beyond it."""
     xp = namespace(logprobs)
     return xp.clip(logprobs - others, -MAX_LOG_DIFFERENCE, MAX_LOG_DIFFERENCE)
+
+
+def row_sum(values: Any, rows: Any) -> Any:
+    """[n] for each token, the sum of `values` [n] over the tokens of its row.
+
+    `rows` [n] holds row numbers from 0, in any order; rows that own no token cost nothing.
+    """
+    if not len(values):
+        return values
+    if isinstance(values, np.ndarray):
+        rows = rows.astype(np.int64, copy=False)
+        sums = np.bincount(rows, weights=values).astype(values.dtype, copy=False)
+        return sums[rows]
+    rows = rows.long()
+    sums = values.new_zeros(int(rows.max()) + 1).index_add(0, rows, values)
+    return sums.index_select(0, rows)
+
+
+def row_lengths(rows: Any, like: Any) -> Any:
+    """[n] number of tokens in the row of each token, with the dtype of `like`."""
+    return row_sum(namespace(like).ones_like(like), rows)
+
+
+def row_mean(values: Any, rows: Any) -> Any:
+    """[n] for each token, the mean of `values` [n] over the tokens of its row."""
+    return row_sum(values, rows) / row_lengths(rows, constant(values))

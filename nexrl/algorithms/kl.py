@@ -2,7 +2,9 @@
 
 Source: Schulman, "Approximating KL divergence" (2020). With d = logprob - reference logprob and
 tokens drawn from the policy, k1 and k3 are unbiased for the value, k2 has small bias; in a loss
-the gradient of k2 is the unbiased one, that of k1 is zero in expectation.
+the gradient of k2 is the unbiased one (d times that of the logprob), that of k1 is zero in
+expectation, and that of k3 is the one of the KL in the other direction. `k1+` and `k3+` are
+straight-through: unbiased value and unbiased gradient.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nexrl.algorithms.array_namespace import log_difference, namespace
+from nexrl.algorithms.array_namespace import constant, log_difference, namespace
+
+Estimator = Callable[[Any, Any], Any]
 
 
 def k1(logprobs: Any, reference_logprobs: Any) -> Any:
@@ -30,5 +34,24 @@ def k3(logprobs: Any, reference_logprobs: Any) -> Any:
     return namespace(difference).expm1(-difference) + difference
 
 
-KL_ESTIMATORS: Mapping[str, Callable[[Any, Any], Any]] = {"k1": k1, "k2": k2, "k3": k3}
-KL_IN_LOSS: tuple[str, ...] = ("k2", "k3")
+def _straight_through(estimator: Estimator) -> Estimator:
+    """The value of `estimator` with the gradient of k2."""
+
+    def straight_through(logprobs: Any, reference_logprobs: Any) -> Any:
+        value = constant(estimator(logprobs, reference_logprobs))
+        slope = k2(logprobs, reference_logprobs)
+        # The bracket is exactly 0, also in float32; only its gradient counts.
+        return value + (slope - constant(slope))
+
+    return straight_through
+
+
+KL_ESTIMATORS: Mapping[str, Estimator] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k1+": _straight_through(k1),
+    "k3+": _straight_through(k3),
+}
+KL_IN_LOSS: tuple[str, ...] = ("k2", "k3", "k1+", "k3+")
+KL_IN_REWARD: tuple[str, ...] = tuple(KL_ESTIMATORS)

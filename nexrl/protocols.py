@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nexrl.types import IntArray, RolloutGroup, RolloutRecord, Trajectory
 
@@ -62,6 +62,15 @@ class GroupFilter(Protocol):
 
     def __call__(self, group: RolloutGroup) -> str | None:
         """A short reason to drop the group, or None to keep it."""
+        ...
+
+
+@runtime_checkable
+class Evaluator(Protocol):
+    """Judges held-out rows by the present weights; a trainer that has it is validated by it."""
+
+    async def evaluate(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+        """Numbers by name, for example accuracy and margin; trains nothing."""
         ...
 
 

@@ -6,8 +6,10 @@ that version exist), then, after annotators, `first_unmet_need`. Pure functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 
 import numpy as np
 
@@ -100,6 +102,7 @@ def first_unmet_need(
     reward: a number; None is abstain and never becomes 0 (FR-070, FR-071).
     behavior_logprobs: every row has them, not of a truncated distribution (FR-083). With
     `logprobs_optional` (mode sync, proximal policy recomputed) a row may have none at all.
+    greedy_reward: a finite number in `Trajectory.extra["greedy_reward"]`.
     Any other need `x`: every row has a column `x` or `x_logprobs`.
     """
     for need in needs:
@@ -122,6 +125,9 @@ def prompt_fingerprint(trajectory: Trajectory) -> bytes:
 def _meets(trajectory: Trajectory, need: str, logprobs_optional: bool) -> bool:
     if need == "reward":
         return trajectory.reward is not None
+    if need == "greedy_reward":
+        value = trajectory.extra.get(need)
+        return isinstance(value, Real) and math.isfinite(value)
     for row in trajectory.rows:
         if need != "behavior_logprobs":
             met = need in row.columns or f"{need}_logprobs" in row.columns

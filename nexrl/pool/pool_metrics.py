@@ -1,8 +1,8 @@
 """What the pool counts between two calls of `TrajectoryPool.metrics`.
 
-Fed at each rollout's end, hand-out and training; emptied by `flush`. Averages are over rollouts
-unless the name says otherwise: a rollout with three rows counts once (FR-079), and rollouts that
-were filtered count in `reward/all_mean` (FR-128).
+Fed at each rollout's end, hand-out and training; emptied by `flush`. Rewards are averaged over
+trajectories: one with three rows counts once (FR-079), and those that were filtered count in
+`reward/all_mean` (FR-128). Other averages are over rollouts.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class PoolMetrics:
 
     def rollout_ended(self, record: RolloutRecord) -> None:
         """A rollout passed the door."""
-        reward = rollout_reward(record)
-        if reward is not None:
-            self.mean("reward/all_mean", reward)
+        self._rewards("reward/all_mean", record)
 
     def handed_out(self, staleness: Sequence[int], num_groups: int) -> None:
         """A batch left: staleness of each of its trajectories, in versions."""
@@ -64,9 +62,7 @@ class PoolMetrics:
         for group in batch.groups:
             self._trained_by_source[group.source] += len(group.records)
             for record in group.records:
-                reward = rollout_reward(record)
-                if reward is not None:
-                    self.mean("reward/trained_mean", reward)
+                self._rewards("reward/trained_mean", record)
                 self._selection(record, "trained")
 
     def dropped(self, record: RolloutRecord) -> None:
@@ -88,20 +84,16 @@ class PoolMetrics:
             metrics[f"pool/trained_share/{source or 'data'}"] = share
         return {**metrics, **ledger_metrics(ledger)}
 
+    def _rewards(self, name: str, record: RolloutRecord) -> None:
+        for trajectory in record.trajectories:
+            if trajectory.reward is not None and trajectory.trainable:
+                self.mean(name, trajectory.reward)
+
     def _selection(self, record: RolloutRecord, kind: str) -> None:
         """Length and duration of what is trained and what is not: shows selection bias."""
         length = sum(t.num_response_tokens for t in record.trajectories)
         self.mean(f"pool/response_tokens/{kind}", length)
         self.mean(f"pool/duration_s/{kind}", record.duration_s)
-
-
-def rollout_reward(record: RolloutRecord) -> float | None:
-    """Mean reward of a rollout's scored trainable trajectories; None when there is none."""
-    trajectories = record.trajectories
-    if len(trajectories) == 1:
-        return trajectories[0].reward if trajectories[0].trainable else None
-    rewards = [t.reward for t in trajectories if t.trainable and t.reward is not None]
-    return sum(rewards) / len(rewards) if rewards else None
 
 
 def ledger_metrics(ledger: LedgerSnapshot) -> dict[str, float]:

@@ -126,6 +126,7 @@ def _row_line(row: TokenRow) -> dict[str, Any]:
         "versions": [
             {"start": s.start, "end": s.end, "version": str(s.version)} for s in row.versions
         ],
+        "turns": [to_jsonable(turn) for turn in row.turns],
         "temperature": row.temperature,
     }
 
@@ -156,6 +157,15 @@ def _for_parquet(name: str, value: Any) -> Any:
 def _parquet_schema(pyarrow: Any) -> Any:
     text, number, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     span = pyarrow.struct([("start", number), ("end", number), ("version", text)])
+    turn = pyarrow.struct(
+        [
+            ("start", number),
+            ("end", number),
+            ("finish_reason", text),
+            ("reward", real),
+            ("anchor", text),
+        ]
+    )
     row = pyarrow.struct(
         [
             ("token_ids", pyarrow.list_(pyarrow.int32())),
@@ -163,6 +173,7 @@ def _parquet_schema(pyarrow: Any) -> Any:
             ("sampled", pyarrow.list_(pyarrow.bool_())),
             ("behavior_logprobs", pyarrow.list_(pyarrow.float32())),
             ("versions", pyarrow.list_(span)),
+            ("turns", pyarrow.list_(turn)),
             ("temperature", real),
         ]
     )

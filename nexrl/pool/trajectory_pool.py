@@ -19,17 +19,13 @@ from nexrl.errors import (
     PoolClosedError,
 )
 from nexrl.pool.admission import SlotQueue, may_admit
-from nexrl.pool.door import (
-    check_identity,
-    ledger_reason,
-    prompt_fingerprint,
-    with_group_ids,
-)
+from nexrl.pool.arrivals import Arrivals, Versions
+from nexrl.pool.dynamic_sampling import DynamicSampling, OnExhausted
 from nexrl.pool.group_rules import FilterFailedError, GroupRules
 from nexrl.pool.group_window import GroupWindow
 from nexrl.pool.hand_out import select_groups
 from nexrl.pool.ledger import Ledger, Outcome
-from nexrl.pool.open_group import EndedKeys, Member, OpenGroup
+from nexrl.pool.open_group import OpenGroup
 from nexrl.pool.pool_metrics import PoolMetrics
 from nexrl.pool.record_keeper import RecordKeeper
 from nexrl.pool.scoring import Scoring
@@ -79,7 +75,7 @@ class TrajectoryPool:
         min_group_size: int | None = None,
         filters: Sequence[GroupFilter] = (),
         refill_factor: float = 0.0,
-        on_exhausted: Literal["train_short", "skip", "stop"] = "train_short",
+        on_exhausted: OnExhausted = "train_short",
         needs: Sequence[str] = (),
         annotators: Sequence[Annotator] = (),
         store: TrajectoryStore | None = None,
@@ -93,7 +89,6 @@ class TrajectoryPool:
         self._policy = policy
         self._batch_size = batch_size
         self._group_size = rollout_repeat_n
-        self._mode = mode
         self._threshold = staleness_threshold
         self._on_bound = on_bound
         self._rules = GroupRules(
@@ -101,25 +96,36 @@ class TrajectoryPool:
             allow_mixed_prompts=allow_mixed_prompts,
             filters=filters,
         )
-        self._refill_budget = int(refill_factor * batch_size)
-        self._on_exhausted = on_exhausted
-        self._tracker = tracker
-        self._keeper = RecordKeeper(store, policy=policy, on_error=store_on_error, tracker=tracker)
-        self._scoring = Scoring(
-            annotators=annotators,
-            needs=needs,
-            logprobs_optional=mode == "sync",
-            keeper=self._keeper,
+        self._sampling = DynamicSampling(
+            batch_size=batch_size,
+            refill_factor=refill_factor,
+            on_exhausted=on_exhausted,
             tracker=tracker,
         )
+        self._tracker = tracker
+        self._keeper = RecordKeeper(store, policy=policy, on_error=store_on_error, tracker=tracker)
         self._incarnation = incarnation
         self._take_deadline_s = take_deadline_s
 
         self._ledger = Ledger()
         self._metrics = PoolMetrics()
-        self._base = self._active = self._newest = first_version
-        self._groups: dict[str, OpenGroup] = {}
-        self._ended_keys = EndedKeys()
+        self._versions = Versions(first_version, first_version, first_version)
+        self._arrivals = Arrivals(
+            policy=policy,
+            incarnation=incarnation,
+            is_sync=mode == "sync",
+            versions=self._versions,
+            scoring=Scoring(
+                annotators=annotators,
+                needs=needs,
+                logprobs_optional=mode == "sync",
+                keeper=self._keeper,
+                tracker=tracker,
+            ),
+            keeper=self._keeper,
+            metrics=self._metrics,
+            tracker=tracker,
+        )
         num_batches = window if hand_out == "windowed" else 1
         self._window = GroupWindow(num_batches * batch_size)
         self._out: dict[int, _HandedOut] = {}
@@ -128,16 +134,11 @@ class TrajectoryPool:
         self._next_admission = 0
         self._next_batch_id = 0
         self._num_trained_batches = 0
-        self._num_refills = 0
         self._slots = SlotQueue(self._has_slot)
         self._taker: asyncio.Future[None] | None = None
         self._blocker: OpenGroup | None = None
         self._source_is_closed = False
         self._is_closed = False
-        self._counts = dict.fromkeys(
-            ("duplicate_ends", "late_ends", "refills", "skipped_batches", "rows_without_logprobs"),
-            0,
-        )
 
     # --- admission ----------------------------------------------------------------------------
 
@@ -148,17 +149,19 @@ class TrajectoryPool:
         long it waits is how long the trainer and the weight sync take, and theirs end the run.
         """
         self._refuse_when_closed()
-        if draw.key in self._groups or draw.key in self._ended_keys:
+        if draw.key in self._arrivals:
             raise InvariantError(f"draw {draw.key} was admitted before")
         await self._slots.acquire()
         self._open(draw, size=self._group_size)
 
     def activate(self, version: int) -> None:
         """`version` is now the lowest that any replica serves: its slots are free."""
-        if version < self._active:
-            raise InvariantError(f"version {version} activated after version {self._active}")
-        self._active = version
-        self._newest = max(self._newest, version)
+        if version < self._versions.active:
+            raise InvariantError(
+                f"version {version} activated after version {self._versions.active}"
+            )
+        self._versions.active = version
+        self._versions.newest = max(self._versions.newest, version)
         self._slots.wake()
 
     def close_source(self) -> None:
@@ -172,7 +175,7 @@ class TrajectoryPool:
             trained=self._num_trained_batches * self._batch_size,
             handed_out=len(self._out) * self._batch_size,
             outstanding=len(self._window) + self._slots.num_reserved,
-            active_version=self._active - self._base,
+            active_version=self._versions.active - self._versions.base,
             threshold=self._threshold,
             batch_size=self._batch_size,
         )
@@ -183,11 +186,11 @@ class TrajectoryPool:
             policy=self._policy,
             size=size,
             admission=self._next_admission,
-            admitted_version=self._active,
+            admitted_version=self._versions.active,
             is_pushed=is_pushed,
         )
         self._next_admission += 1
-        self._groups[draw.key] = group
+        self._arrivals.open(group)
         self._window.append(group)
         self._ledger.admit(size)
         self._metrics.admitted(draw.source, size)
@@ -207,24 +210,9 @@ class TrajectoryPool:
         dropped and counted. Commits follow in the order of the calls, within
         store.commit_every_s: a mark of what became of a record is never durable before it.
         """
-        group = self._groups.get(record.group_key)
-        if group is None:
-            self._count_late_end(record)
-            return
-        if not 0 <= record.member < len(group.members):
-            raise InvariantError(
-                f"rollout {record.rollout_id} is member {record.member} of {record.group_key}, "
-                f"which has members 0 to {len(group.members) - 1}"
-            )
-        member = group.members[record.member]
-        if member.is_ending or member.outcome != "in_flight":
-            self._counts["duplicate_ends"] += 1
-            return
-        member.is_ending = True
-        try:
-            await self._end_member(group, member, with_group_ids(record))
-        finally:
-            member.is_ending = False
+        group = await self._arrivals.end(record, self._ledger)
+        if group is not None:
+            self._close(group)
 
     async def push(self, trajectory: Trajectory) -> None:
         """Accept a trajectory that no draw asked for: a group of one, admitted on arrival.
@@ -234,8 +222,8 @@ class TrajectoryPool:
         self._refuse_when_closed()
         identity = trajectory.trajectory_id or f"{self._incarnation}.{self._next_admission}"
         draw = Draw(item_id=f"push/{identity}", draw=0, row={}, source="push")
-        if draw.key in self._groups or draw.key in self._ended_keys:
-            self._counts["duplicate_ends"] += 1
+        if draw.key in self._arrivals:
+            self._arrivals.count_duplicate()
             return
         record = RolloutRecord(
             rollout_id=trajectory.rollout_id or draw.key,
@@ -245,64 +233,19 @@ class TrajectoryPool:
             trajectories=(trajectory,),
             failure=trajectory.failure,
         )
-        self._oldest_version(record)  # refused before it is admitted, so that nothing waits for it
+        self._arrivals.oldest_version(
+            record
+        )  # refused before it is admitted, so that nothing waits for it
         self._open(draw, size=1, is_pushed=True)
         self._ledger.pushed += 1
         await self.end_rollout(record)
         await self._keeper.flush()
 
-    async def _end_member(self, group: OpenGroup, member: Member, record: RolloutRecord) -> None:
-        outcome, reason = ledger_reason(record)
-        ended_well = outcome == "ready"
-        oldest = self._oldest_version(record) if ended_well else None
-        if self._keeper.is_full:
-            await self._keeper.room()
-        stored = self._keeper.keep(record, group)
-        if ended_well:
-            record, outcome, reason = await self._scoring.judge(record, stored)
-        if stored is not None:
-            member.store_row = stored.rollout
-        self._ledger.count_record(record)
-        if outcome == "ready":
-            member.record = record
-            member.oldest_version = oldest
-            trainable = [t for t in record.trajectories if t.trainable]
-            group.note_prompt(prompt_fingerprint(trainable[0]))
-            for row in [row for t in trainable for row in t.rows]:
-                self._counts["rows_without_logprobs"] += row.behavior_logprobs is None
-        group.end_member(record.member, self._ledger, outcome, reason)
-        if ended_well:
-            self._metrics.rollout_ended(record)
-        if outcome != "ready":
-            self._keeper.outcome((member,), outcome, reason, version=self._active)
-        if group.is_closed:
-            self._close(group)
-
-    def _oldest_version(self, record: RolloutRecord) -> int | None:
-        """The door: InvariantError for tokens that cannot be this policy's."""
-        return check_identity(
-            record,
-            policy=self._policy,
-            incarnation=self._incarnation,
-            newest_version=self._active if self._mode == "sync" else self._newest,
-            allow_bounded=self._mode != "sync",
-        )
-
-    def _count_late_end(self, record: RolloutRecord) -> None:
-        if not self._ended_keys.may_contain(record.group_key):
-            raise InvariantError(
-                f"rollout {record.rollout_id} ended for group {record.group_key}, "
-                "which was never admitted"
-            )
-        self._counts["late_ends"] += 1
-        self._tracker.warn(f"a rollout of group {record.group_key} ended after its group had")
-
     # --- the end of a group -------------------------------------------------------------------
 
     def _close(self, group: OpenGroup) -> None:
         """All members have ended: the group is ready, or ends untrained."""
-        del self._groups[group.draw.key]
-        self._ended_keys.add(group.draw.key)
+        self._arrivals.close(group)
         self._window.note_closed(group)
         self._metrics.mean("group/prompt_mismatch_share", float(group.has_mixed_prompts))
         try:
@@ -311,6 +254,7 @@ class TrajectoryPool:
             self._drop(group, "failed", error.reason)
             self._wake_taker()
             raise
+        self._sampling.group_closed(reason)
         if reason is None:
             group.state = "ready"
         else:
@@ -332,17 +276,14 @@ class TrajectoryPool:
         beyond it the group keeps its place, so that its batch closes short. A stale group is always
         replaced: the batch that refused it must still be filled (FR-119)."""
         self._end_untrained(group, outcome, reason)
-        if outcome == "stale" or self._num_refills < self._refill_budget:
-            if outcome != "stale":
-                self._num_refills += 1
-                self._counts["refills"] += 1
+        if outcome == "stale" or self._sampling.may_replace():
             self._window.remove(group)
             self._slots.wake()
 
     def _end_untrained(self, group: OpenGroup, outcome: Outcome, reason: str) -> None:
         kept = group.move_kept(self._ledger, outcome, reason)
         group.state = "dropped"
-        self._keeper.outcome(kept, outcome, reason, version=self._active)
+        self._keeper.outcome(kept, outcome, reason, version=self._versions.active)
         for member in kept:
             if member.record is not None:
                 self._metrics.dropped(member.record)
@@ -359,8 +300,10 @@ class TrajectoryPool:
         """
         if self._taker is not None:
             raise InvariantError("two callers wait for a batch")
-        if version < self._active:
-            raise InvariantError(f"version {version} takes a batch, but {self._active} is active")
+        if version < self._versions.active:
+            raise InvariantError(
+                f"version {version} takes a batch, but {self._versions.active} is active"
+            )
         try:
             async with asyncio.timeout(self._take_deadline_s):
                 while (batch := self._next_batch(version)) is None:
@@ -397,7 +340,7 @@ class TrajectoryPool:
                 group.state = "ready"
         self._window.put_back(out.groups)
         self._dropped[:0] = out.dropped
-        self._num_refills += out.refills
+        self._sampling.put_back(out.refills)
         self._wake_taker()
 
     def drain_settled(self) -> list[str]:
@@ -423,8 +366,7 @@ class TrajectoryPool:
                 return None
             if self._drop_stale(selection.chosen, version):
                 continue
-            if self._on_exhausted != "train_short" and self._is_short(selection.chosen):
-                self._handle_exhausted(selection.chosen)
+            if self._skips(selection.chosen):
                 continue
             return self._hand_out(selection.chosen, version)
         return None
@@ -455,36 +397,27 @@ class TrajectoryPool:
                 raise InvariantError(
                     f"group {group.draw.key} is stale: {reason}; it was admitted as number "
                     f"{group.admission} at version {group.admitted_version}, batch size "
-                    f"{self._batch_size}, first version {self._base}"
+                    f"{self._batch_size}, first version {self._versions.base}"
                 )
             self._drop(group, "stale", reason)
             found = True
         return found
 
-    @staticmethod
-    def _is_short(groups: Sequence[OpenGroup]) -> bool:
-        return any(group.state == "dropped" for group in groups)
-
-    def _handle_exhausted(self, groups: Sequence[OpenGroup]) -> None:
-        """The batch is short and its refill budget is spent: stop, or start another one."""
-        num_kept = sum(group.state == "ready" for group in groups)
-        numbers = (
-            f"{num_kept} of {self._batch_size} groups are left after {self._num_refills} "
-            f"replacements (budget {self._refill_budget})"
-        )
-        if self._on_exhausted == "stop":
-            raise InvariantError(
-                f"batch {self._next_batch_id} is short and dynamic_sampling.on_exhausted is "
-                f"`stop`: {numbers}; ledger {self._ledger.snapshot()}"
-            )
-        self._tracker.warn(f"a batch was skipped: {numbers}")
-        self._counts["skipped_batches"] += 1
+    def _skips(self, groups: Sequence[OpenGroup]) -> bool:
+        """Whether the batch is short, its refill budget spent, and another one is begun instead."""
+        kept = [group for group in groups if group.state == "ready"]
+        if len(kept) == len(groups):
+            return False
+        action = self._sampling.act_on_short(len(kept), batch_id=self._next_batch_id)
+        if action != "skip":
+            return False
         for group in groups:
             if group.state == "ready":
                 self._end_untrained(group, "filtered", "batch_skipped")
             self._window.remove(group)
-        self._num_refills = 0
+        self._sampling.start_over()
         self._slots.wake()
+        return True
 
     def _hand_out(self, groups: Sequence[OpenGroup], version: int) -> Batch:
         staleness: list[int] = []
@@ -509,13 +442,14 @@ class TrajectoryPool:
             num_expected_groups=self._batch_size,
         )
         self._out[batch.batch_id] = _HandedOut(
-            groups=tuple(groups), dropped=tuple(self._dropped), refills=self._num_refills
+            groups=tuple(groups),
+            dropped=tuple(self._dropped),
+            refills=self._sampling.handed_out(),
         )
         self._metrics.handed_out(staleness, len(kept))
         self._dropped = []
-        self._num_refills = 0
         self._next_batch_id += 1
-        self._newest = max(self._newest, version + 1)
+        self._versions.newest = max(self._versions.newest, version + 1)
         return batch
 
     def _pop_out(self, batch: Batch) -> _HandedOut:
@@ -549,11 +483,12 @@ class TrajectoryPool:
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call; `ledger/*` and counts are of the whole stage."""
-        counts = {f"pool/{name}": float(count) for name, count in self._counts.items()}
+        counts = {f"pool/{name}": float(count) for name, count in self._arrivals.counts.items()}
         beside = ("attempts", "trajectories", "rows", "tokens", "pushed")
         return {
             **self._metrics.flush(self._ledger.snapshot()),
             **counts,
+            **self._sampling.counts(),
             **{f"pool/{name}": float(getattr(self._ledger, name)) for name in beside},
             "pool/open_groups": float(len(self._window)),
             "pool/closed_groups": float(self._window.num_closed),
@@ -571,7 +506,7 @@ class TrajectoryPool:
         return {
             "schema": STATE_SCHEMA,
             "policy": self._policy,
-            "version": self._base + self._num_trained_batches,
+            "version": self._versions.base + self._num_trained_batches,
             "next_batch_id": self._next_batch_id - len(self._out),
             "not_consumed": [unique[admission].draw.key for admission in sorted(unique)],
             "ledger": self._ledger.to_state((m.outcome, m.reason) for m in members),
@@ -590,9 +525,10 @@ class TrajectoryPool:
         if self._next_admission:
             raise InvariantError("pool state must be loaded before the first draw is admitted")
         self._ledger = Ledger.from_state(state["ledger"])
-        self._base = self._active = self._newest = int(state["version"])
+        versions = self._versions
+        versions.base = versions.active = versions.newest = int(state["version"])
         self._next_batch_id = int(state["next_batch_id"])
-        self._keeper.roll_back(version=self._base)
+        self._keeper.roll_back(version=self._versions.base)
 
     async def flush(self) -> None:
         """Return once everything that has happened so far is committed; for checkpoints."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from nexrl.config.schema import RolloutWorkerConfig, SamplingConfig
 from nexrl.config.user_code import load_user_class
 from nexrl.errors import ConfigError, NexRLError, UserCodeError, user_frame
+from nexrl.rollout.preference_rows import LabelledWorker, PreferenceWorker, ProcessWorker
 from nexrl.rollout.rollout_worker import RolloutWorker, WorkerContext
 from nexrl.rollout.single_turn import SingleTurnWorker
 from nexrl.rollout.supervised import SupervisedWorker
@@ -18,6 +19,9 @@ from nexrl.types import Sampling
 _BUILTIN: dict[str, type[RolloutWorker]] = {
     "single_turn": SingleTurnWorker,
     "supervised": SupervisedWorker,
+    "preference": PreferenceWorker,
+    "labelled": LabelledWorker,
+    "process": ProcessWorker,
 }
 
 

@@ -53,6 +53,9 @@ class WorkerContext:
     """Engine name and build, stored with every trajectory."""
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     """The engine's capability record, stored with every trajectory."""
+    greedy_baseline: bool = False
+    """Whether `Trajectory.extra["greedy_reward"]` is asked for: trainer.algorithm.greedy_baseline,
+    never in validation. A worker that ignores it leaves its trajectories untrained."""
 
 
 class RolloutWorker:

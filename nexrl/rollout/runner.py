@@ -30,7 +30,7 @@ from nexrl.rollout.outcome import (
     truncated,
 )
 from nexrl.rollout.rollout_worker import RolloutWorker
-from nexrl.rollout.scope import RolloutScope, RunIdentity, enter_scope
+from nexrl.rollout.scope import RolloutScope, RunIdentity, SharedCall, enter_scope
 from nexrl.types import DEFAULT_POLICY, Draw, Failure, RolloutRecord, Trajectory
 
 OnEnd = Callable[[RolloutRecord], Awaitable[None]]
@@ -96,6 +96,7 @@ class RunningGroup:
         "members",
         "num_running",
         "on_end",
+        "shared",
     )
 
     def __init__(self, draw: Draw, on_end: OnEnd, *, run_id: str, size: int) -> None:
@@ -108,6 +109,7 @@ class RunningGroup:
         self.context = copy_context()
         self.closing = False
         self.num_running = size
+        self.shared: dict[str, SharedCall] = {}
         prefix = f"{run_id}-{draw.item_id}-{draw.draw}"
         self.members = [Member(self, index, f"{prefix}-{index}") for index in range(size)]
 
@@ -174,7 +176,7 @@ class RolloutRunner:
             min(max_concurrent, _MAX_THREADS), name=f"step of {type(worker).__name__}"
         )
         self._groups: set[RunningGroup] = set()
-        self._abandoned: set[asyncio.Task[None]] = set()
+        self._abandoned: set[asyncio.Task[Any]] = set()
         self._starting: asyncio.Task[None] | None = None
         self._ready = False
         self._closed = False
@@ -204,6 +206,7 @@ class RolloutRunner:
             if group.num_running:
                 await self._close_group(group)
             self._groups.discard(group)
+            self._end_shared(group)
             group.members.clear()  # a cycle would keep all of it until the collector comes
 
     async def aclose(self) -> None:
@@ -247,6 +250,15 @@ class RolloutRunner:
                 await self._end(member, cancelled(member.put, "shutdown"))
         if group.done.done() and not group.done.cancelled():
             group.done.exception()  # the first error is on its way already
+
+    def _end_shared(self, group: RunningGroup) -> None:
+        """Calls that members shared end with the last of them."""
+        for call in group.shared.values():
+            if not call.task.done():
+                call.task.cancel()
+                self._abandoned.add(call.task)
+                call.task.add_done_callback(self._abandoned.discard)
+        group.shared.clear()
 
     def _start_or_wait(self, member: Member) -> None:
         """Members start in the order of asking; one that waits has no task yet."""
@@ -360,6 +372,7 @@ class RolloutRunner:
             started=member.started,
             deadline=member.deadline,
             attempt=member.attempts,
+            shared=member.group.shared,
         )
         enter_scope(scope)
         return scope
@@ -449,7 +462,9 @@ class RolloutRunner:
 
 
 def _tasks_of(group: RunningGroup) -> list[asyncio.Task[None]]:
-    return [m.task for m in group.members if m.task is not None and not m.task.done()]
+    tasks = [m.task for m in group.members if m.task is not None]
+    tasks += [call.task for call in group.shared.values()]
+    return [task for task in tasks if not task.done()]
 
 
 def fresh_item(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class RolloutScope:
     """What `put_trajectory` got."""
     failed_call: tuple[str, BaseException] | None = None
     """Service and error of the last call that did not succeed."""
+    shared: dict[str, SharedCall] = field(default_factory=dict)
+    """Calls that the members of the group share, by name; the group's, and ended with it."""
     bridges: dict[Future[Any], str] = field(default_factory=dict)
     """Calls that blocking code in a thread is waiting for, and their service."""
     interrupted: str = ""
@@ -178,6 +180,28 @@ class RolloutScope:
                 return service
             cause = cause.__cause__
         return self.interrupted
+
+
+@dataclass(slots=True, kw_only=True)
+class SharedCall:
+    """Work that one member of a rollout group began and all of its members may wait for."""
+
+    task: asyncio.Task[Any]
+    """Ends with an answer, an error, or the group."""
+    scope: RolloutScope
+    """Its own seeds and calls to services."""
+    starter: RolloutScope
+    """The attempt that began it."""
+
+    def __post_init__(self) -> None:
+        # Nobody may be left to hear of an error; it is each waiting member's to report.
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    @property
+    def has_failed(self) -> bool:
+        """It ended without an answer."""
+        task = self.task
+        return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 _SCOPE: ContextVar[RolloutScope | None] = ContextVar("nexrl_rollout_scope", default=None)

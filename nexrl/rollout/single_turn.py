@@ -9,18 +9,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from nexrl.errors import ServiceError
-from nexrl.rollout.rollout_worker import RolloutWorker
+from nexrl.errors import ConfigError, ServiceError
+from nexrl.rollout.greedy_baseline import GREEDY_REWARD, GreedyBaseline
+from nexrl.rollout.rollout_worker import RolloutWorker, WorkerContext
 from nexrl.rollout.scope import current_scope
 from nexrl.types import Completion, Trajectory
 
 
 class SingleTurnWorker(RolloutWorker):
-    """A `prompt` string or chat `messages` in, a scored trajectory out."""
+    """A `prompt` string or chat `messages` in, a scored trajectory out; with a greedy baseline also
+    the reward of the greedy completion, which the members of a group share."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._baseline = self._build_baseline() if context.greedy_baseline else None
 
     async def step(self, data_item: dict[str, Any]) -> Trajectory:
         """Draw, score, and keep what was drawn exactly as it was drawn."""
         prompt = self.prompts.of_row(data_item)
+        greedy = None if self._baseline is None else self._baseline.begin(prompt, data_item)
         completions = await self.inference.generate(
             prompt, sampling=self.sampling, policy=self.policy
         )
@@ -30,9 +37,26 @@ class SingleTurnWorker(RolloutWorker):
             result = await self.reward.score(completion.text, data_item, completion)
             fields["reward"] = result.value
             fields["reward_parts"] = result.parts
+        if greedy is not None and (value := await greedy()) is not None:
+            fields["extra"] = {GREEDY_REWARD: value}
+            fields["metrics"] = {GREEDY_REWARD: value}
         if (scope := current_scope()) is not None:
             fields.update(scope.identity())
         return completion.to_trajectory(prompt=prompt.text, **fields)
+
+    def _build_baseline(self) -> GreedyBaseline:
+        if self.reward is None:
+            raise ConfigError(
+                "trainer.algorithm.greedy_baseline needs rollout_worker.reward, which judges the "
+                "greedy completion; give it as `path.py:name` or `package.module:name`"
+            )
+        return GreedyBaseline(
+            inference=self.inference,
+            reward=self.reward,
+            sampling=self.sampling,
+            policy=self.policy,
+            check=lambda completion: _ending(completion, self.sampling.max_tokens),
+        )
 
 
 def _ending(completion: Completion, max_tokens: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """SupervisedWorker: prompt and answer of a data item as one row to imitate. No inference.
 
-The built-in worker of `rollout_worker.type: supervised`; its rows are trained by `trainer.type:
-sft`. Nothing was sampled, so rows carry no logprobs, no versions and no reward.
+The built-in worker of `rollout_worker.type: supervised`; its rows are trained by
+`trainer.algorithm: sft`. Nothing was sampled, so rows carry no logprobs, no versions and no reward.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from nexrl.types import IntArray, TokenRow, Trajectory
 _NUM_CACHED_ROWS = 16384
 
 
-class SupervisedWorker(RolloutWorker):
-    """Rows whose mask is 1 on the answer and its end-of-sequence token, 0 on the prompt.
+class ImitationWorker(RolloutWorker):
+    """Base of workers whose rows are texts at hand, trained or judged, not drawn.
 
-    With an answer column the answer follows the prompt as it follows it in sampling: both are
-    tokenised apart. Without one the last assistant message of `messages` is the answer.
+    The response follows the prompt as it follows it in sampling: both are tokenised apart.
+    Invariant: a row is tokenised once, however often its item is drawn; its mask is 1 on the
+    response and its end-of-sequence token, 0 on the prompt.
     """
 
     uses_inference: ClassVar[bool] = False
@@ -32,56 +33,17 @@ class SupervisedWorker(RolloutWorker):
         super().__init__(context)
         self._rows: BoundedCache[TokenRow] = BoundedCache(_NUM_CACHED_ROWS)
 
-    async def step(self, data_item: dict[str, Any]) -> Trajectory:
-        """The item as a row; tokenised once, however often it is drawn."""
+    def imitation(self, data_item: Mapping[str, Any], text: str) -> Trajectory:
+        """The item's prompt followed by a response."""
         source = self.prompts.source_of(data_item)
-        answer = data_item.get(self.context.data.answer_key)
-        if answer is None and not isinstance(source, str):
-            messages: Messages = source
-            row = self._rows.get(repr(messages), lambda: self._row_of_messages(messages))
-            return Trajectory(
-                prompt=_text(messages[:-1]), response=str(messages[-1].get("content")), rows=(row,)
-            )
-        text = self._answer_text(data_item, answer)
         key = f"{source!r}\x1f{text}"
-        row = self._rows.get(key, lambda: self._row_of_answer(data_item, text))
-        prompt = source if isinstance(source, str) else _text(source)
+        row = self._rows.get(key, lambda: self._row_of_response(data_item, text))
+        prompt = source if isinstance(source, str) else text_of(source)
         return Trajectory(prompt=prompt, response=text, rows=(row,))
 
-    def _answer_text(self, data_item: Mapping[str, Any], answer: Any) -> str:
-        if isinstance(answer, str) and answer:
-            return answer
-        if isinstance(answer, int) and not isinstance(answer, bool):
-            return str(answer)
-        key = self.context.data.answer_key
-        columns = ", ".join(sorted(map(str, data_item)))
-        found = f"got {answer!r:.80}" if key in data_item else f"the row has: {columns}"
-        raise DataError(
-            f"a supervised row needs a non-empty string in column {key!r} (data.answer_key), or "
-            f"messages that end with an assistant message; {found}"
-        )
-
-    def _row_of_answer(self, data_item: Mapping[str, Any], text: str) -> TokenRow:
+    def _row_of_response(self, data_item: Mapping[str, Any], text: str) -> TokenRow:
         prompt = self.prompts.of_row(data_item).token_ids
-        answer = self.renderer.encode(text, add_special_tokens=False)
-        return self._row(prompt, answer)
-
-    def _row_of_messages(self, messages: Messages) -> TokenRow:
-        if messages[-1].get("role") != "assistant" or len(messages) < 2:
-            raise DataError(
-                "supervised messages must end with an assistant message after at least one other, "
-                f"got roles {[m.get('role') for m in messages]}"
-            )
-        prompt = self.renderer.render(messages[:-1])
-        whole = self.renderer.render(messages, add_generation_prompt=False)
-        same = whole[: len(prompt)] == prompt if len(whole) > len(prompt) else np.zeros(1, bool)
-        if not same.all():
-            raise DataError(
-                "the chat template does not continue its own generation prompt: rendering with the "
-                f"last assistant message differs from the prompt at token {int(np.argmin(same))} of "
-                f"{len(prompt)}, so the answer's tokens cannot be told from the prompt's"
-            )
-        return self._row(prompt, whole[len(prompt) :])
+        return self._row(prompt, self.renderer.encode(text, add_special_tokens=False))
 
     def _row(self, prompt: IntArray, answer: IntArray) -> TokenRow:
         """The answer ends with its last end-of-sequence token; what a template writes after it
@@ -103,6 +65,58 @@ class SupervisedWorker(RolloutWorker):
         return TokenRow(token_ids=token_ids, loss_mask=loss_mask)
 
 
-def _text(messages: Messages) -> str:
+class SupervisedWorker(ImitationWorker):
+    """Rows whose mask is 1 on the answer and its end-of-sequence token, 0 on the prompt.
+
+    With an answer column the answer follows the prompt as it follows it in sampling: both are
+    tokenised apart. Without one the last assistant message of `messages` is the answer.
+    """
+
+    async def step(self, data_item: dict[str, Any]) -> Trajectory:
+        """The item as a row; tokenised once, however often it is drawn."""
+        source = self.prompts.source_of(data_item)
+        answer = data_item.get(self.context.data.answer_key)
+        if answer is None and not isinstance(source, str):
+            messages: Messages = source
+            row = self._rows.get(repr(messages), lambda: self._row_of_messages(messages))
+            return Trajectory(
+                prompt=text_of(messages[:-1]),
+                response=str(messages[-1].get("content")),
+                rows=(row,),
+            )
+        return self.imitation(data_item, self._answer_text(data_item, answer))
+
+    def _answer_text(self, data_item: Mapping[str, Any], answer: Any) -> str:
+        if isinstance(answer, str) and answer:
+            return answer
+        if isinstance(answer, int) and not isinstance(answer, bool):
+            return str(answer)
+        key = self.context.data.answer_key
+        columns = ", ".join(sorted(map(str, data_item)))
+        found = f"got {answer!r:.80}" if key in data_item else f"the row has: {columns}"
+        raise DataError(
+            f"a supervised row needs a non-empty string in column {key!r} (data.answer_key), or "
+            f"messages that end with an assistant message; {found}"
+        )
+
+    def _row_of_messages(self, messages: Messages) -> TokenRow:
+        if messages[-1].get("role") != "assistant" or len(messages) < 2:
+            raise DataError(
+                "supervised messages must end with an assistant message after at least one other, "
+                f"got roles {[m.get('role') for m in messages]}"
+            )
+        prompt = self.renderer.render(messages[:-1])
+        whole = self.renderer.render(messages, add_generation_prompt=False)
+        same = whole[: len(prompt)] == prompt if len(whole) > len(prompt) else np.zeros(1, bool)
+        if not same.all():
+            raise DataError(
+                "the chat template does not continue its own generation prompt: rendering with the "
+                f"last assistant message differs from the prompt at token {int(np.argmin(same))} of "
+                f"{len(prompt)}, so the answer's tokens cannot be told from the prompt's"
+            )
+        return self._row(prompt, whole[len(prompt) :])
+
+
+def text_of(messages: Messages) -> str:
     """Messages for people."""
     return "\n".join(f"{m['role']}: {m.get('content', '')}" for m in messages)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from nexrl.config.schema import ValidateConfig
 from nexrl.errors import ConfigError, FailureClass, InvariantError, RunStoppedError
-from nexrl.protocols import Tracker
+from nexrl.protocols import Evaluator, Tracker
 from nexrl.rollout.rollout_worker import RolloutWorker
 from nexrl.rollout.runner import RolloutRunner
 from nexrl.types import (
@@ -57,8 +57,11 @@ class Validator:
         seed: int,
         tracker: Tracker,
         policy: str = DEFAULT_POLICY,
+        evaluator: Evaluator | None = None,
     ) -> None:
-        """`worker` is an instance of its own, with the sampling of section `validate`."""
+        """`worker` is an instance of its own, with the sampling of section `validate`. With an
+        `evaluator` the rollouts are judged by it and not by their rewards."""
+        self._evaluator = evaluator
         self._draws = tuple(draws[: config.max_items])
         self._config = config
         self._tracker = tracker
@@ -96,7 +99,18 @@ class Validator:
         self._check(ordered, version)
         num_rollouts = len(self._draws) * self._config.num_rollouts
         metrics = summarise(ordered, self._config, num_rollouts=num_rollouts)
+        if self._evaluator is not None:
+            metrics |= await self._judged(self._evaluator, ordered)
         return ValidationResult(version=version, metrics=metrics, records=ordered)
+
+    @staticmethod
+    async def _judged(evaluator: Evaluator, records: Sequence[RolloutRecord]) -> dict[str, float]:
+        """validation/* by the evaluator's names; what it looked at counts as scored."""
+        found = await evaluator.evaluate([t for record in records for t in _kept(record)])
+        return {
+            **{f"validation/{name}": value for name, value in found.items()},
+            "validation/unscored": 0.0,
+        }
 
     async def aclose(self) -> None:
         """End running rollouts and the worker; idempotent."""

@@ -10,6 +10,7 @@ from nexrl.types.ledger import LedgerSnapshot
 from nexrl.types.rollouts import Batch, Draw, RolloutGroup, RolloutRecord
 from nexrl.types.sampling import Prompt, Sampling
 from nexrl.types.training import (
+    CANDIDATE_IDS,
     OUTPUT_MASK,
     BackwardOutput,
     ForwardOutput,
@@ -52,6 +53,7 @@ from nexrl.types.versions import (
 from nexrl.types.weights import EngineInfo, LoadAck, PauseMode, TensorInfo, WeightManifest
 
 __all__ = [
+    "CANDIDATE_IDS",
     "DEFAULT_POLICY",
     "EMPTY_PROVENANCE",
     "OUTPUT_MASK",

@@ -62,21 +62,26 @@ class Completion:
         return self.finish_reason in ("length", "abort")
 
     def to_trajectory(
-        self, *, prompt: str = "", reward: float | None = None, **fields: Any
+        self,
+        *,
+        prompt: str = "",
+        reward: float | None = None,
+        turn_reward: float | None = None,
+        anchor: str = "",
+        **fields: Any,
     ) -> Trajectory:
         """A one-row trajectory: prompt tokens untrained, drawn tokens trained.
 
-        Further keywords are fields of `Trajectory`. A draw that ended by length is `truncated`
-        with cause `length`.
+        `turn_reward` and `anchor` belong to its one turn. Further keywords are fields of
+        `Trajectory`. A draw that ended by length is `truncated` with cause `length`.
         """
         if self.finish_reason == "length":
             fields.setdefault("status", TrajectoryStatus.TRUNCATED)
             fields.setdefault("truncation_cause", "length")
-        return Trajectory(
-            prompt=prompt, response=self.text, reward=reward, rows=(self.to_row(),), **fields
-        )
+        row = self.to_row(turn_reward=turn_reward, anchor=anchor)
+        return Trajectory(prompt=prompt, response=self.text, reward=reward, rows=(row,), **fields)
 
-    def to_row(self) -> TokenRow:
+    def to_row(self, *, turn_reward: float | None = None, anchor: str = "") -> TokenRow:
         """Prompt and completion as one token row whose mask is 1 exactly on drawn tokens."""
         num_prompt = len(self.prompt_token_ids)
         token_ids = np.concatenate([self.prompt_token_ids, self.token_ids], dtype=np.int32)
@@ -103,5 +108,13 @@ class Completion:
             version_source=self.version_source,
             temperature=self.temperature,
             logprob_kind=self.logprob_kind,
-            turns=(Turn(start=num_prompt, end=total, finish_reason=self.finish_reason),),
+            turns=(
+                Turn(
+                    start=num_prompt,
+                    end=total,
+                    finish_reason=self.finish_reason,
+                    reward=turn_reward,
+                    anchor=anchor,
+                ),
+            ),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -13,6 +14,10 @@ from nexrl.types.versions import DEFAULT_POLICY, Array, FloatArray, IntArray
 OUTPUT_MASK = "output_mask"
 """Optional input of a `RowChunk`: outputs are wanted where it is nonzero and are 0 elsewhere, so
 that a service need not score prompts. Without it every token but a row's first is scored."""
+
+CANDIDATE_IDS = "candidate_ids"
+"""Input [N, K] of the output `candidate_logprobs`: K token ids at each position that is scored; K
+is one number for the whole chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +97,9 @@ class ModelSpec:
     """Policy whose present weights are copied, for a frozen reference."""
     trainable: bool = True
     """False keeps no gradients and no optimizer state."""
+    head: Literal["lm", "value"] = "lm"
+    """`value`: a scalar per position in place of the output head, for a critic or a reward model;
+    a folder without one starts it at 0. Its only output is `values`."""
     seed: int = 0
     """Seed of anything random in the model (dropout, new heads)."""
 
@@ -113,7 +121,7 @@ class ForwardOutput:
     lengths: IntArray
     """[R] as sent."""
     outputs: Mapping[str, FloatArray]
-    """[N, ...] by name (logprobs, entropy ...); entry 0 of each row is 0."""
+    """[N, ...] by name (logprobs, entropy ...); entry 0 of each row is 0. `top_ids:K` is int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +131,7 @@ class BackwardOutput:
     loss: float
     """Sum over tokens of term x weight; 0 for `backward` from given gradients."""
     outputs: Mapping[str, FloatArray]
-    """[N] per-token outputs at the weights used (logprobs, and entropy where asked)."""
+    """[N, ...] per-token outputs that were asked for, at the weights used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,7 @@ class Failure:
     """Formatted traceback of the innermost cause, for user code."""
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """The tokens of one completion within a row."""
@@ -69,6 +70,18 @@ class Turn:
     """Last drawn token, exclusive."""
     finish_reason: FinishReason = "eos"
     """Why this draw ended (FR-077)."""
+    reward: float | None = None
+    """What the turn itself earned, beside the trajectory's reward; None means nothing is known, and
+    counts as 0. A turn of which no token is trained takes no part, its reward neither."""
+    anchor: str = ""
+    """Key of the state that the turn started from, for example a hash of the observation: equal keys
+    within a baseline group mean the same state. Empty when unknown."""
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.end < self.start:
+            raise InvariantError(f"turn [{self.start}, {self.end}) is no range of tokens")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise InvariantError(f"turn reward must be finite or None, got {self.reward!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +111,18 @@ class Column:
     """Whether entry t speaks of token t given the tokens before it, or of the state after it."""
     pad_value: float = 0.0
     """What a padded position holds."""
+
+
+def _check_turns(turns: tuple[Turn, ...], length: int) -> None:
+    """Turns ascend, do not overlap and stay inside [0, length)."""
+    position = 0
+    for turn in turns:
+        if turn.start < position or turn.end > length:
+            raise InvariantError(
+                f"token row: turn [{turn.start}, {turn.end}) is out of order or outside "
+                f"[0, {length})"
+            )
+        position = turn.end
 
 
 @quick
@@ -147,6 +172,8 @@ class TokenRow:
                 )
         if self.versions:
             check_spans(self.versions, length, "token row")
+        if self.turns:
+            _check_turns(self.turns, length)
         if (
             self.sampled is not None
             and self.loss_mask is not self.sampled

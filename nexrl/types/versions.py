@@ -17,7 +17,8 @@ BoolArray = npt.NDArray[np.bool_]
 Array = npt.NDArray[Any]
 
 DEFAULT_POLICY = "actor"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Of stored trajectories: 2 added `Turn.reward` and `Turn.anchor`. Older ones are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=False)

@@ -30,7 +30,8 @@ from nexrl.errors import (
 from nexrl.services.reward.process_pool import ProcessPool
 from nexrl.services.reward.protocol import RewardResult, RewardService
 from nexrl.services.reward.result import to_result
-from nexrl.services.reward.signature import RewardCall
+from nexrl.services.reward.service_class import is_service_class, make_service
+from nexrl.services.reward.signature import FACTS, RewardCall
 from nexrl.types import Completion
 
 Isolation = Literal["thread", "process"]
@@ -47,8 +48,18 @@ def load_reward_service(
     deadline_s: float = 30.0,
     num_workers: int = 2,
 ) -> RewardService:
-    """The service for `path.py:name` or `package.module:name`; ConfigError when it is no function."""
+    """The service for `path.py:name` or `package.module:name`, a function or a class that is a
+    service itself; ConfigError when it is neither. Blocking."""
     function = load_user_object(reference, recipe_dir=recipe_dir, key=_KEY)
+    if is_service_class(function):
+        return make_service(
+            function,
+            reference=reference,
+            recipe_dir=recipe_dir,
+            arguments=arguments,
+            isolation=isolation,
+            deadline_s=deadline_s,
+        )
     return make_reward_service(
         function,
         contract=contract_of(reference, function),
@@ -133,13 +144,14 @@ class LocalRewardService:
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """ConfigError when a row lacks a column that the function needs; calls nothing."""
-        self._call.keywords(row)
+        self._call.keywords(row, dict.fromkeys(FACTS))
 
     async def score(
         self, completion_text: str, row: Mapping[str, Any], completion: Completion | None = None
     ) -> RewardResult:
         """See `RewardService.score`."""
-        return await self._caller.call(completion_text, self._call.keywords(row))
+        facts = {} if completion is None else {"finish_reason": completion.finish_reason}
+        return await self._caller.call(completion_text, self._call.keywords(row, facts))
 
     async def aclose(self) -> None:
         """See `RewardService.aclose`."""

@@ -1,17 +1,22 @@
-"""Which keywords a reward function is called with: those of the row and of the configuration that
-it accepts, no others.
+"""Which keywords a reward function is called with: those of the row, of the configuration and of the
+draw that it accepts, no others.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 from nexrl.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+FACTS: Final = frozenset({"finish_reason"})
+"""What a reward function may ask of the draw, beside the row's columns: why it ended, one of
+`nexrl.types.FinishReason` (`length` where a limit cut it)."""
+_NO_FACTS: Final[Mapping[str, Any]] = MappingProxyType({})
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -28,7 +33,8 @@ class RewardCall:
     """The arguments of one reward function, decided once from its signature.
 
     Invariant: the completion text goes to the first positional parameter; each other parameter gets
-    the configured argument of its name, else the row's column of its name, else its default.
+    the configured argument of its name, else the row's column of its name, else the fact of the
+    draw of its name (`finish_reason`), else its default.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class RewardCall:
             for p in keywords
             if p.default is inspect.Parameter.empty and p.name not in self._arguments
         )
+        self._facts = tuple(name for name in self._columns if name in FACTS)
         names = {p.name for p in keywords}
         refused = sorted(
             key
@@ -70,10 +77,13 @@ class RewardCall:
                 f"accepted: {accepted}"
             )
 
-    def keywords(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Keywords for one row; ConfigError lists the row's columns when one is missing."""
+    def keywords(
+        self, row: Mapping[str, Any], facts: Mapping[str, Any] = _NO_FACTS
+    ) -> dict[str, Any]:
+        """Keywords for one row; ConfigError lists the row's columns when one is missing. `facts`:
+        what is known of the draw, by the names in `FACTS`."""
         for required in self._required:
-            if required not in row:
+            if required not in row and required not in facts:
                 columns = ", ".join(sorted(map(str, row))) or "none"
                 raise ConfigError(
                     f"rollout_worker.reward: {self._name} needs `{required}`, which is neither a "
@@ -84,6 +94,9 @@ class RewardCall:
             found = {str(key): value for key, value in row.items() if key != self._text_name}
         else:
             found = {key: row[key] for key in self._columns if key in row}
+        for key in self._facts:
+            if key in facts:
+                found.setdefault(key, facts[key])
         if self._arguments:
             found.update(self._arguments)
         return found

@@ -16,6 +16,7 @@ from nexrl.types import (
     TokenRow,
     Trajectory,
     TrajectoryStatus,
+    Turn,
     VersionSpan,
     WeightManifest,
     derive_seed,
@@ -205,3 +206,33 @@ def test_seeds_depend_on_every_part_and_on_their_borders() -> None:
     assert derive_seed(0, "ab", "c") != derive_seed(0, "a", "bc")
     assert derive_seed(1, "x") == derive_seed(1, "x")
     assert 0 <= derive_seed("y") < 2**63
+
+
+@pytest.mark.parametrize(
+    ("turn", "named"),
+    [
+        ({"start": 3, "end": 2}, r"turn \[3, 2\) is no range"),
+        ({"start": -1, "end": 2}, r"turn \[-1, 2\) is no range"),
+        ({"start": 0, "end": 2, "reward": float("nan")}, "finite or None, got nan"),
+        ({"start": 0, "end": 2, "reward": float("inf")}, "finite or None, got inf"),
+    ],
+)
+def test_a_turn_that_cannot_be_is_refused(turn: dict[str, float], named: str) -> None:
+    with pytest.raises(InvariantError, match=named):
+        Turn(**turn)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spans", [[(0, 2), (1, 3)], [(2, 3), (0, 2)], [(2, 4)]])
+def test_turns_of_a_row_ascend_within_it(spans: list[tuple[int, int]]) -> None:
+    turns = tuple(Turn(start=start, end=end) for start, end in spans)
+    with pytest.raises(InvariantError, match="is out of order or outside"):
+        TokenRow(token_ids=ints(1, 2, 3), loss_mask=flags(0, 1, 1), turns=turns)
+
+
+def test_a_completion_passes_on_what_is_known_of_its_turn() -> None:
+    """FR-077: with the finish reason of its own call."""
+    t = make_completion(finish_reason="length").to_trajectory(turn_reward=0.5, anchor="hall")
+    assert t.reward is None
+    assert t.rows[0].turns == (
+        Turn(start=2, end=5, finish_reason="length", reward=0.5, anchor="hall"),
+    )

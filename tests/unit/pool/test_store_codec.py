@@ -27,6 +27,7 @@ from nexrl.types import (
     TokenRow,
     Trajectory,
     TrajectoryStatus,
+    Turn,
     VersionSpan,
 )
 from nexrl.wire import to_plain
@@ -43,7 +44,10 @@ def full_trajectory() -> Trajectory:
         media=(MediaSpan(blob_hash="ab", start=0, end=1, processor="p1"),),
         columns={"teacher": Column(values=np.ones((5, 2), np.float16), pad_value=-1.0)},
     )
-    masked = make_row(loss_mask=np.array([0, 0, 0, 1, 1], np.bool_))
+    masked = make_row(
+        loss_mask=np.array([0, 0, 0, 1, 1], np.bool_),
+        turns=(Turn(start=2, end=5, finish_reason="length", reward=-0.5, anchor="hall"),),
+    )
     return make_trajectory(
         rows=(row, masked),
         policy="solver",
@@ -140,6 +144,17 @@ def test_a_field_of_another_version_survives_in_extra() -> None:
 def test_a_field_that_an_older_version_did_not_write_reads_as_its_default() -> None:
     layout, data = other_layout("removed")
     assert decode_trajectory(data, layout).role == ""
+
+
+def test_turns_of_schema_1_have_neither_reward_nor_anchor() -> None:
+    """As stores of the first version hold them: three places behind the mark."""
+    layout = {**LAYOUT, "Turn": ["start", "end", "finish_reason"]}
+    values: list[Any] = msgpack.unpackb(encode_trajectory(make_trajectory()))
+    row = values[1 + LAYOUT["Trajectory"].index("rows")][0]
+    (turn,) = row[1 + LAYOUT["TokenRow"].index("turns")]
+    del turn[4:]
+    decoded = decode_trajectory(msgpack.packb(values), layout)
+    assert decoded.rows[0].turns == (Turn(start=2, end=5, finish_reason="eos"),)
 
 
 def test_damaged_bytes_are_named() -> None:

@@ -48,6 +48,8 @@ def test_jsonl_has_a_line_for_each_trajectory_and_each_failure(run_folder: Path)
     assert lines[0]["rows"][0]["token_ids"] == [11, 12, 5, 6, 2]
     assert lines[0]["rows"][0]["loss_mask"] == [False, False, True, True, True]
     assert lines[0]["rows"][0]["versions"] == [{"start": 2, "end": 5, "version": "actor@0.0"}]
+    turn = {"start": 2, "end": 5, "finish_reason": "eos", "reward": None, "anchor": ""}
+    assert lines[0]["rows"][0]["turns"] == [turn]
     assert lines[1]["rows"][1]["behavior_logprobs"] is None
     assert lines[2]["failure"] == "infrastructure: engine answered 500"
     assert (lines[2]["rows"], lines[2]["outcome"]) == (None, "failed")
@@ -63,7 +65,8 @@ def test_parquet_holds_the_same_lines(run_folder: Path) -> None:
     for line, row in zip(lines, table, strict=True):
         for name in ("item_id", "reward", "outcome_version", "failure"):
             assert row[name] == line[name]
-    assert table[1]["rows"][0]["sampled"] == lines[1]["rows"][0]["sampled"]
+    for name in ("sampled", "turns"):
+        assert table[1]["rows"][0][name] == lines[1]["rows"][0][name]
     assert json.loads(table[0]["reward_parts"]) == {"exact": 0.75}
 
 

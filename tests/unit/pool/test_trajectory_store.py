@@ -18,7 +18,7 @@ from nexrl.testing.makers import (
     make_pool,
     make_record,
 )
-from nexrl.types import Annotation, Trajectory
+from nexrl.types import SCHEMA_VERSION, Annotation, Trajectory
 from nexrl.wire import to_plain
 
 UNWRITABLE = "\ud800"
@@ -252,7 +252,7 @@ async def test_a_newer_schema_is_refused_with_both_versions(path: Path) -> None:
     change(path, "UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     for open_store in (StoreReader, TrajectoryStore):
         with pytest.raises(
-            StoreError, match="schema version 99; this NexRL reads versions up to 1"
+            StoreError, match=f"schema version 99; this NexRL reads versions up to {SCHEMA_VERSION}"
         ):
             open_store(path)
 

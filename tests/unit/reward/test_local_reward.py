@@ -12,16 +12,17 @@ import pytest
 from nexrl.errors import ConfigError, DeadlineError, RewardError, ServiceError
 from nexrl.services.reward.local import load_reward_service, make_reward_service
 from nexrl.services.reward.signature import instant
+from nexrl.testing.makers import make_completion
 from nexrl.testing.virtual_time import virtual_time
 
 ROW = {"prompt": "2+2=", "answer": "4", "level": 3}
 
 
 async def score(function: Any, text: str = "4", *, row: Any = ROW, **fields: Any) -> Any:
-    arguments = fields.pop("arguments", {})
+    arguments, drawn = fields.pop("arguments", {}), fields.pop("drawn", None)
     service = make_reward_service(function, contract="c", arguments=arguments, **fields)
     try:
-        return await service.score(text, row)
+        return await service.score(text, row, drawn)
     finally:
         await service.aclose()
 
@@ -46,6 +47,32 @@ async def test_configured_arguments_win_over_columns_and_defaults() -> None:
         return level + bonus
 
     assert (await score(f, arguments={"level": 10, "bonus": 0.5})).value == 10.5
+
+
+def cut(completion: str, finish_reason: str) -> float:
+    """A reward that looks at how the draw ended."""
+    return float(finish_reason != "length")
+
+
+@pytest.mark.parametrize(("reason", "value"), [("eos", 1.0), ("length", 0.0)])
+async def test_a_function_that_asks_for_the_finish_reason_gets_it(
+    reason: Any, value: float
+) -> None:
+    """FR-077: a reward can tell an answer from a draw that a limit cut."""
+    drawn = make_completion(finish_reason=reason)
+    assert (await score(cut, drawn=drawn)).value == value
+
+
+async def test_a_column_and_an_argument_named_like_a_fact_win_over_it() -> None:
+    drawn = make_completion(finish_reason="eos")
+    assert (await score(cut, drawn=drawn, row={"finish_reason": "length"})).value == 0.0
+    assert (await score(cut, drawn=drawn, arguments={"finish_reason": "length"})).value == 0.0
+
+
+async def test_a_fact_of_a_draw_is_missing_where_nothing_was_drawn() -> None:
+    with pytest.raises(ConfigError, match="needs `finish_reason`"):
+        await score(cut)
+    make_reward_service(cut, contract="c", arguments={}).check_row(ROW)
 
 
 async def test_a_missing_column_lists_what_the_row_has() -> None:

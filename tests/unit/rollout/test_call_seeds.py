@@ -6,6 +6,7 @@ from typing import Any
 
 from nexrl.errors import ServiceError
 from nexrl.rollout.rollout_worker import RolloutWorker
+from nexrl.rollout.single_turn import SingleTurnWorker
 from nexrl.testing.instant_inference import InstantInference
 from nexrl.testing.makers import make_draw
 from nexrl.types import Completion, Prompt, Sampling, Trajectory, derive_seed
@@ -65,6 +66,33 @@ async def test_members_draw_with_different_seeds(make_rollouts: Any, make_contex
     context = make_context(inference=Listening())
     seeds = await seeds_of(make_rollouts, context, num_rollouts=8)
     assert len(set(seeds)) == 16
+
+
+class TwoReplicas(Listening):
+    """Sends calls in turn to two engines that were started with one seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._replicas = (InstantInference(seed=1234), InstantInference(seed=1234))
+
+    async def generate(
+        self, prompt: Prompt, *, sampling: Sampling, n: int = 1, policy: str = "actor"
+    ) -> list[Completion]:
+        self.calls.append(sampling)
+        replica = self._replicas[len(self.calls) % 2]
+        return await replica.generate(prompt, sampling=sampling, n=n, policy=policy)
+
+
+async def test_two_replicas_of_one_seed_draw_differently_for_the_same_prompt(
+    make_rollouts: Any, make_context: Any
+) -> None:
+    """FR-058: the seed is that of the call, whoever serves it; a request is copied, never changed."""
+    context = make_context(inference=TwoReplicas())
+    records = await make_rollouts(SingleTurnWorker, context=context, num_rollouts=2).run()
+    first, second = (r.trajectories[0].rows[0] for r in records)
+    assert first.token_ids[:4].tolist() == second.token_ids[:4].tolist()
+    assert first.token_ids.tolist() != second.token_ids.tolist()
+    assert (context.sampling.seed, context.sampling.seeds) == (None, ())
 
 
 async def test_a_workers_own_seed_is_respected(make_rollouts: Any, make_context: Any) -> None:

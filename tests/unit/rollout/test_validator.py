@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ async def validate(
     *,
     version: int = 0,
     tracker: RecordingTracker | None = None,
+    evaluator: Any = None,
     **config: Any,
 ) -> ValidationResult:
     async def plain(worker: RolloutWorker, item: dict[str, Any]) -> Trajectory:
@@ -47,6 +48,7 @@ async def validate(
         run_id="run",
         seed=7,
         tracker=tracker or RecordingTracker(),
+        evaluator=evaluator,
     )
     try:
         return await validator.validate(make_version(version))
@@ -167,3 +169,15 @@ async def test_a_validation_that_reaches_its_deadline_warns(make_context: Any) -
     context = make_context(config={"max_concurrent": 1})
     await validate(context, [60.0, 60.0, 60.0], step, deadline_s=100.0, tracker=tracker)
     assert "reached its deadline of 100 s" in tracker.warnings[0]
+
+
+async def test_an_evaluator_judges_what_ended_well_in_place_of_rewards(make_context: Any) -> None:
+    class Counter:
+        async def evaluate(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+            return {"accuracy": 0.25, "rows": float(len(trajectories))}
+
+    result = await validate(make_context(), [None, "fail", None], evaluator=Counter())
+    assert result.metrics["validation/accuracy"] == 0.25
+    assert result.metrics["validation/rows"] == 2.0
+    assert result.metrics["validation/unscored"] == 0.0
+    assert result.metrics["validation/failed"] == 1.0

@@ -8,25 +8,20 @@ came with the chunk, and a step changes one small tensor, so that versions have 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from nexrl.algorithms.losses import LOSSES, loss_definition
 from nexrl.atomic import atomic_folder
-from nexrl.errors import ConfigError, InvariantError, NexRLError, ServiceError
-from nexrl.services.train.chunk_checks import (
-    check_chunk,
-    check_finite,
-    check_gradients,
-    check_outputs,
-    scored_positions,
-)
+from nexrl.errors import ConfigError, InvariantError, ServiceError
+from nexrl.services.train.chunk_checks import scored_positions
+from nexrl.services.train.outputs import OFFERED, empty_output
+from nexrl.services.train.policy_door import PendingGradient, PolicyDoor
 from nexrl.services.train.publication import NamedTensor, hash_tensors, publish
 from nexrl.types import (
     OUTPUT_MASK,
+    Array,
     BackwardOutput,
     BoolArray,
     FloatArray,
@@ -42,7 +37,6 @@ from nexrl.types import (
 )
 from nexrl.weight_manifest import make_manifest
 
-OUTPUTS = ("logprobs", "entropy")
 PLAUSIBLE = -1.0
 """Logprob of a token about which the chunk says nothing; its negative is every entropy."""
 _STATE_FILE = "state.json"
@@ -53,17 +47,12 @@ class _Policy:
         self.spec = spec
         self.weight = weight
         self.gradient = 0.0
-        self.broken = ""
+        self.pending = PendingGradient(spec.policy)
         self.optimizer_step = 0
 
-    @contextmanager
-    def whole_or_broken(self) -> Iterator[None]:
-        """A call that is refused spoils the gradient, as in the real service."""
-        try:
-            yield
-        except NexRLError as error:
-            self.broken = str(error)
-            raise
+    def forget_gradient(self) -> None:
+        self.gradient = 0.0
+        self.pending.forget()
 
 
 class InstantTrain:
@@ -91,7 +80,10 @@ class InstantTrain:
             raise ConfigError(f"policy {spec.policy!r}: give either path or copy_of")
         weight = np.zeros(4, np.float32)
         if spec.copy_of:
-            weight = self._get(spec.copy_of).weight.copy()
+            source = self._get(spec.copy_of)
+            weight = source.weight.copy()
+            if source.spec.head == "value" != spec.head:
+                raise ConfigError(f"policy {spec.policy!r}: a value policy has no output head")
         self._policies[spec.policy] = _Policy(spec, weight)
         return await self.info(spec.policy)
 
@@ -99,9 +91,7 @@ class InstantTrain:
         self, policy: str, chunk: RowChunk, *, outputs: tuple[str, ...] = ("logprobs",)
     ) -> ForwardOutput:
         """Plausible outputs at the wanted positions."""
-        self._get(policy)
-        check_outputs(outputs, OUTPUTS)
-        self._check(chunk)
+        self._door(self._get(policy)).check_forward(chunk, outputs)
         return ForwardOutput(lengths=chunk.lengths, outputs=_outputs(chunk, outputs))
 
     async def forward_backward(
@@ -113,18 +103,15 @@ class InstantTrain:
         outputs: tuple[str, ...] = ("logprobs",),
     ) -> BackwardOutput:
         """The loss is sum(weight x -logprob), whatever its name."""
-        hosted = self._get_trainable(policy)
-        with hosted.whole_or_broken():
-            check_outputs(outputs, OUTPUTS)
-            inputs = {k: v for k, v in chunk.inputs.items() if k != OUTPUT_MASK}
-            loss_definition(loss.name).check_inputs(inputs, loss.config)
-            self._check(chunk)
-            trained = scored_positions(chunk, inputs["weight"] != 0)
-            check_finite(inputs, trained, chunk)
-        weight = np.where(trained, inputs["weight"], 0.0)
+        hosted = self._get(policy)
+        door = self._door(hosted)
+        door.require_trainable()
+        with hosted.pending.whole_or_broken():
+            call = door.check_loss(chunk, loss, outputs)
+        weight = np.where(call.trained, call.inputs["weight"], 0.0)
         hosted.gradient += float(np.abs(weight).sum())
         return BackwardOutput(
-            loss=-float(np.dot(weight, _logprobs(chunk, trained))),
+            loss=-float(np.dot(weight, _logprobs(chunk, call.trained))),
             outputs=_outputs(chunk, outputs),
         )
 
@@ -132,21 +119,20 @@ class InstantTrain:
         self, policy: str, chunk: RowChunk, gradients: Mapping[str, FloatArray]
     ) -> BackwardOutput:
         """Takes note that there is a gradient."""
-        hosted = self._get_trainable(policy)
-        with hosted.whole_or_broken():
-            check_outputs(tuple(gradients), OUTPUTS)
-            self._check(chunk)
-            trained = check_gradients(gradients, chunk)
+        hosted = self._get(policy)
+        door = self._door(hosted)
+        door.require_trainable()
+        with hosted.pending.whole_or_broken():
+            trained = door.check_backward(chunk, gradients)
         hosted.gradient += float(sum(np.abs(g[trained]).sum() for g in gradients.values()))
         return BackwardOutput(loss=0.0, outputs={})
 
     async def optim_step(self, policy: str, params: OptimParams) -> OptimResult:
         """Counts, and moves the weights by lr."""
-        hosted = self._get_trainable(policy)
+        hosted = self._get(policy)
+        self._door(hosted).require_trainable()
         grad_norm, hosted.gradient = hosted.gradient, 0.0
-        if hosted.broken:
-            reason, hosted.broken = hosted.broken, ""
-            raise InvariantError(f"policy {policy!r}: the gradient is incomplete: {reason}")
+        hosted.pending.take()
         hosted.weight = hosted.weight + np.float32(params.lr)
         hosted.optimizer_step += 1
         return OptimResult(grad_norm=grad_norm, applied=True, optimizer_step=hosted.optimizer_step)
@@ -154,9 +140,13 @@ class InstantTrain:
     async def save_state(self, policy: str, path: str) -> None:
         """Write the little there is."""
         hosted = self._get(policy)
-        if hosted.gradient or hosted.broken:
+        if hosted.gradient or hosted.pending.exists:
             raise InvariantError(f"save_state of policy {policy!r}: a gradient is pending")
-        state = {"optimizer_step": hosted.optimizer_step, "weight": hosted.weight.tolist()}
+        state = {
+            "head": hosted.spec.head,
+            "optimizer_step": hosted.optimizer_step,
+            "weight": hosted.weight.tolist(),
+        }
         with atomic_folder(path, durable=False) as folder:
             (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
@@ -167,9 +157,11 @@ class InstantTrain:
         if not file.is_file():
             raise ConfigError(f"load_state: {path!r} is not a folder of save_state")
         state = json.loads(file.read_text(encoding="utf-8"))
+        if state["head"] != hosted.spec.head:
+            raise ConfigError(f"load_state: {path!r} holds a policy with head={state['head']!r}")
         hosted.weight = np.array(state["weight"], np.float32)
         hosted.optimizer_step = int(state["optimizer_step"])
-        hosted.gradient, hosted.broken = 0.0, ""
+        hosted.forget_gradient()
         return await self.info(policy)
 
     async def publish_weights(
@@ -184,8 +176,7 @@ class InstantTrain:
 
     async def reset_optimizer(self, policy: str) -> None:
         """Forget the gradient."""
-        hosted = self._get(policy)
-        hosted.gradient, hosted.broken = 0.0, ""
+        self._get(policy).forget_gradient()
 
     async def info(self, policy: str) -> TrainInfo:
         """Counters."""
@@ -197,8 +188,8 @@ class InstantTrain:
             max_positions=self._max_positions,
             dtype="float32",
             optimizer_step=hosted.optimizer_step,
-            losses=tuple(LOSSES),
-            outputs=OUTPUTS,
+            losses=self._door(hosted).losses,
+            outputs=OFFERED[hosted.spec.head],
             seconds=dict.fromkeys(("forward", "backward", "optimizer", "publish"), 0.0),
         )
 
@@ -206,8 +197,14 @@ class InstantTrain:
         """No further call is accepted; idempotent."""
         self._closed = True
 
-    def _check(self, chunk: RowChunk) -> None:
-        check_chunk(chunk, vocab_size=self._vocab_size, max_positions=self._max_positions)
+    def _door(self, hosted: _Policy) -> PolicyDoor:
+        return PolicyDoor(
+            policy=hosted.spec.policy,
+            head=hosted.spec.head,
+            trainable=hosted.spec.trainable,
+            vocab_size=self._vocab_size,
+            max_positions=self._max_positions,
+        )
 
     def _get(self, policy: str) -> _Policy:
         if self._closed:
@@ -218,12 +215,6 @@ class InstantTrain:
             )
         return self._policies[policy]
 
-    def _get_trainable(self, policy: str) -> _Policy:
-        hosted = self._get(policy)
-        if not hosted.spec.trainable:
-            raise ConfigError(f"policy {policy!r} was created with trainable=False")
-        return hosted
-
 
 def _logprobs(chunk: RowChunk, positions: BoolArray) -> FloatArray:
     for name in ("behavior_logprobs", "proximal_logprobs"):
@@ -232,7 +223,15 @@ def _logprobs(chunk: RowChunk, positions: BoolArray) -> FloatArray:
     return np.where(positions, np.float32(PLAUSIBLE), np.float32(0.0))
 
 
-def _outputs(chunk: RowChunk, names: tuple[str, ...]) -> dict[str, FloatArray]:
+def _outputs(chunk: RowChunk, names: tuple[str, ...]) -> dict[str, Array]:
+    """Values are 0, like those of a new head; the likeliest ids are 0, 1, 2 ..."""
     positions = scored_positions(chunk, chunk.inputs.get(OUTPUT_MASK))
-    entropy = np.where(positions, np.float32(-PLAUSIBLE), np.float32(0.0))
-    return {n: _logprobs(chunk, positions) if n == "logprobs" else entropy for n in names}
+    found = {name: empty_output(name, chunk) for name in names}
+    for name, array in found.items():
+        if name == "logprobs":
+            array[:] = _logprobs(chunk, positions)
+        elif name.startswith("top_ids"):
+            array[positions] = np.arange(array.shape[1])
+        elif name != "values":
+            array[positions] = -PLAUSIBLE if name == "entropy" else PLAUSIBLE
+    return found

@@ -137,7 +137,11 @@ class Recipe:
                 "rollout_repeat_n": 4,
             },
             "rollout_worker": {"reward": "reward.py:even_digits", "sampling": {"max_tokens": 4}},
-            "trainer": {"num_steps": 4, "optimizer": {"lr": 1e-2}},
+            "trainer": {
+                "num_steps": 4,
+                "optimizer": {"lr": 1e-2},
+                "algorithm": {"preset": "grpo", "kl": {"coefficient": 0.0}},
+            },
             "service": {
                 "train_service": {
                     "model_path": "model",

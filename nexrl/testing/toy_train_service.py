@@ -1,12 +1,14 @@
 """A train service small enough to reason about: a table of bigram logits, plain SGD, float64.
 
-It keeps the whole TrainService contract (order of calls, plain weighted sums, atomic publications,
-a non-finite gradient not applied), with the named losses of `nexrl.algorithms` and their true
-gradients, so that tests of trainers and weight sync need no language model.
+It keeps the whole TrainService contract (the same checks at the door, order of calls, plain weighted
+sums, atomic publications, a non-finite gradient not applied), with the named losses of
+`nexrl.algorithms` and their true gradients, so that tests of trainers and weight sync need no
+language model. A value policy is a table of one value for each previous token.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nexrl.algorithms.losses import LOSSES, loss_definition
 from nexrl.atomic import atomic_folder
-from nexrl.errors import ServiceError
-from nexrl.services.train.publication import NamedTensor, publish
+from nexrl.errors import ConfigError, InvariantError, ServiceError
+from nexrl.services.train.chunk_checks import row_numbers, scored_positions
+from nexrl.services.train.outputs import OFFERED, empty_output, top_count
+from nexrl.services.train.policy_door import LossCall, PendingGradient, PolicyDoor
+from nexrl.services.train.publication import WEIGHTS_FILE, NamedTensor, publish
 from nexrl.types import (
+    CANDIDATE_IDS,
     DEFAULT_POLICY,
     OUTPUT_MASK,
+    Array,
     BackwardOutput,
     FloatArray,
     ForwardOutput,
@@ -35,6 +41,8 @@ from nexrl.types import (
 )
 
 Table = npt.NDArray[np.float64]
+_LARGEST_NORM = float(np.finfo(np.float32).max)
+"""What overflows a real service in float32 counts as not finite here too."""
 
 
 def bigram_logprobs(table: Any, chunk: RowChunk) -> FloatArray:
@@ -54,42 +62,64 @@ def _previous(chunk: RowChunk) -> npt.NDArray[np.int64]:
 
 
 class ToyTrainService:
-    """One [V, V] table of logits for each policy.
+    """One [V, V] table of logits for each language model, one [V] table for each value policy.
 
-    Invariant: `gradients` holds the sum of all calls since the last optimizer step.
+    Hosts a policy `actor` from the start. Invariant: `gradients` holds the sum of all calls since
+    the last optimizer step.
     """
 
-    def __init__(self, vocab_size: int = 16, *, seed: int = 0) -> None:
+    def __init__(
+        self, vocab_size: int = 16, *, seed: int = 0, max_positions: int = 1 << 20
+    ) -> None:
         generator = np.random.default_rng(seed)
         self.vocab_size = vocab_size
+        self.max_positions = max_positions
         self.tables: dict[str, Table] = {
             DEFAULT_POLICY: generator.normal(size=(vocab_size, vocab_size))
         }
+        self.frozen: set[str] = set()
         self.gradients: dict[str, Table] = {}
-        self.steps: dict[str, int] = {}
+        self.steps: defaultdict[str, int] = defaultdict(int)
         self.calls: list[tuple[str, str]] = []
         self.chunks: list[RowChunk] = []
         self.optim_params: list[OptimParams] = []
+        self._pending: dict[str, PendingGradient] = {}
+        self._closed = False
 
     async def create(self, spec: ModelSpec) -> TrainInfo:
-        """A copy of another policy, or fresh random logits."""
+        """A copy of another policy, what was published to a folder, or fresh random logits; values
+        start at 0."""
         self.calls.append(("create", spec.policy))
-        if spec.copy_of:
-            self.tables[spec.policy] = self._table(spec.copy_of).copy()
-        else:
-            shape = (self.vocab_size, self.vocab_size)
-            self.tables[spec.policy] = np.random.default_rng(spec.seed).normal(size=shape)
+        if spec.path and spec.copy_of:
+            raise ConfigError(f"policy {spec.policy!r}: give either path or copy_of")
+        self.tables[spec.policy] = self._first_table(spec)
+        self.frozen.discard(spec.policy)
+        if not spec.trainable:
+            self.frozen.add(spec.policy)
+        self.steps[spec.policy] = 0
+        self._drop_gradient(spec.policy)
         return await self.info(spec.policy)
+
+    def _first_table(self, spec: ModelSpec) -> Table:
+        ndim = 1 if spec.head == "value" else 2
+        source = self._table(spec.copy_of) if spec.copy_of else _published(spec.path)
+        if source is not None and source.ndim == ndim:
+            return source.copy()
+        if source is not None and source.ndim == 1:
+            raise ConfigError(f"policy {spec.policy!r}: a value policy has no output head")
+        shape = (self.vocab_size,) * ndim
+        if spec.head == "value":
+            return np.zeros(shape)
+        return np.random.default_rng(spec.seed).normal(size=shape)
 
     async def forward(
         self, policy: str, chunk: RowChunk, *, outputs: tuple[str, ...] = ("logprobs",)
     ) -> ForwardOutput:
-        """logprobs and entropy, without gradients."""
+        """Named outputs without gradients."""
         self.calls.append(("forward", policy))
-        values = self._outputs(self._tensor(policy), chunk)
-        return ForwardOutput(
-            lengths=chunk.lengths, outputs={name: _array(values[name]) for name in outputs}
-        )
+        self._door(policy).check_forward(chunk, outputs)
+        found = self._outputs(self._tensor(policy), chunk, outputs)
+        return ForwardOutput(lengths=chunk.lengths, outputs=_reported(found, outputs, chunk))
 
     async def forward_backward(
         self,
@@ -100,23 +130,18 @@ class ToyTrainService:
         outputs: tuple[str, ...] = ("logprobs",),
     ) -> BackwardOutput:
         """Add the gradient of sum(term x weight)."""
-        import torch
-
         self.calls.append(("forward_backward", policy))
         self.chunks.append(chunk)
-        definition = loss_definition(loss.name)
-        given = {k: v for k, v in chunk.inputs.items() if k != OUTPUT_MASK}
-        definition.check_inputs(given, loss.config)
-        inputs = {k: torch.tensor(np.asarray(v, np.float64)) for k, v in given.items()}
-        table = self._tensor(policy).requires_grad_()
-        values = self._outputs(table, chunk)
-        term = definition.term(values["logprobs"], inputs, loss.config, values["entropy"])
-        total = (term * inputs["weight"]).sum()
-        total.backward()
-        self._add(policy, table.grad.numpy())
-        return BackwardOutput(
-            loss=float(total.detach()), outputs={name: _array(values[name]) for name in outputs}
-        )
+        door = self._door(policy)
+        door.require_trainable()
+        with self._pending_of(policy).whole_or_broken():
+            call = door.check_loss(chunk, loss, outputs)
+            table = self._tensor(policy).requires_grad_()
+            found = self._outputs(table, chunk, {*call.outputs, *outputs})
+            total = _loss(call, found, chunk) if call.trained.any() else 0.0 * table.sum()
+            self._add(policy, table, total)
+        reported = _reported(found, outputs, chunk)
+        return BackwardOutput(loss=float(total.detach()), outputs=reported)
 
     async def backward(
         self, policy: str, chunk: RowChunk, gradients: Mapping[str, FloatArray]
@@ -125,40 +150,56 @@ class ToyTrainService:
         import torch
 
         self.calls.append(("backward", policy))
-        table = self._tensor(policy).requires_grad_()
-        values = self._outputs(table, chunk)
-        total = sum((values[n] * torch.tensor(g)).sum() for n, g in gradients.items())
-        total.backward()
-        self._add(policy, table.grad.numpy())
-        return BackwardOutput(loss=0.0, outputs={"logprobs": _array(values["logprobs"])})
+        door = self._door(policy)
+        door.require_trainable()
+        with self._pending_of(policy).whole_or_broken():
+            trained = torch.tensor(np.flatnonzero(door.check_backward(chunk, gradients)))
+            table = self._tensor(policy).requires_grad_()
+            found = self._outputs(table, chunk, set(gradients))
+            total = 0.0 * table.sum()
+            for name, gradient in gradients.items():
+                given = torch.tensor(np.asarray(gradient, np.float64))
+                total = total + (found[name][trained] * given[trained]).sum()
+            self._add(policy, table, total)
+        return BackwardOutput(loss=0.0, outputs={})
 
     async def optim_step(self, policy: str, params: OptimParams) -> OptimResult:
         """table -= lr x gradient, clipped; a gradient that is not finite is dropped."""
         self.calls.append(("optim_step", policy))
+        self._door(policy).require_trainable()
         self.optim_params.append(params)
         gradient = self.gradients.pop(policy, np.zeros_like(self._table(policy)))
-        norm = float(np.linalg.norm(gradient))
+        self._pending_of(policy).take()
+        with np.errstate(over="ignore"):
+            norm = float(np.linalg.norm(gradient))
+        norm = norm if norm <= _LARGEST_NORM else float("inf")
         applied = bool(np.isfinite(norm))
         if applied:
             clip = params.grad_clip_norm
             scale = min(1.0, clip / norm) if clip and norm else 1.0
             self.tables[policy] = self._table(policy) - params.lr * scale * gradient
-            self.steps[policy] = self.steps.get(policy, 0) + 1
-        return OptimResult(
-            grad_norm=norm, applied=applied, optimizer_step=self.steps.get(policy, 0)
-        )
+            self.steps[policy] += 1
+        return OptimResult(grad_norm=norm, applied=applied, optimizer_step=self.steps[policy])
 
     async def save_state(self, policy: str, path: str) -> None:
         """The table and the step count."""
+        table = self._table(policy)
+        if policy in self.gradients or self._pending_of(policy).exists:
+            raise InvariantError(f"save_state of policy {policy!r}: a gradient is pending")
         with atomic_folder(path, durable=False) as folder:
-            step = self.steps.get(policy, 0)
-            np.savez(folder / "state.npz", table=self._table(policy), step=step)
+            np.savez(folder / "state.npz", table=table, step=self.steps[policy])
 
     async def load_state(self, policy: str, path: str, *, with_optimizer: bool = True) -> TrainInfo:
         """What `save_state` wrote."""
+        shape = self._table(policy).shape
+        if not (Path(path) / "state.npz").is_file():
+            raise ConfigError(f"load_state: {path!r} is not a folder of save_state")
         with np.load(Path(path) / "state.npz") as state:
+            if state["table"].shape != shape:
+                raise ConfigError(f"load_state: {path!r} holds a policy of another head")
             self.tables[policy] = state["table"]
-            self.steps[policy] = int(state["step"]) if with_optimizer else 0
+            self.steps[policy] = int(state["step"])
+        self._drop_gradient(policy)
         return await self.info(policy)
 
     async def publish_weights(
@@ -170,56 +211,119 @@ class ToyTrainService:
         return publish(path, version, [tensor], {}, unchanged=unchanged)
 
     async def reset_optimizer(self, policy: str) -> None:
-        """Forget the gradient and the step count."""
-        self.gradients.pop(policy, None)
-        self.steps[policy] = 0
+        """Forget the gradient; the count of steps goes on."""
+        self._table(policy)
+        self._drop_gradient(policy)
 
     async def info(self, policy: str) -> TrainInfo:
-        """Sizes and the step count; ServiceError for an unknown policy."""
-        table = self._table(policy)
+        """Sizes and the step count; ConfigError for an unknown policy."""
+        door = self._door(policy)
         return TrainInfo(
             policy=policy,
-            num_parameters=table.size,
+            num_parameters=self._table(policy).size if door.trainable else 0,
             vocab_size=self.vocab_size,
-            max_positions=1 << 20,
+            max_positions=self.max_positions,
             dtype="float64",
-            optimizer_step=self.steps.get(policy, 0),
-            losses=tuple(LOSSES),
-            outputs=("logprobs", "entropy"),
+            optimizer_step=self.steps[policy],
+            losses=door.losses,
+            outputs=OFFERED[door.head],
         )
 
     async def aclose(self) -> None:
-        """Nothing to release."""
+        """No further call is accepted; idempotent."""
+        self._closed = True
+
+    # --- what is hosted -----------------------------------------------------------------------
 
     def _table(self, policy: str) -> Table:
+        if self._closed:
+            raise ServiceError("the train service is closed", retryable=False)
         if policy not in self.tables:
-            raise ServiceError(f"no policy is named {policy!r}", status=404, retryable=False)
+            raise ConfigError(f"no policy is named {policy!r} (hosted here: {sorted(self.tables)})")
         return self.tables[policy]
+
+    def _door(self, policy: str) -> PolicyDoor:
+        return PolicyDoor(
+            policy=policy,
+            head="lm" if self._table(policy).ndim == 2 else "value",
+            trainable=policy not in self.frozen,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+        )
 
     def _tensor(self, policy: str) -> Any:
         import torch
 
         return torch.tensor(self._table(policy))
 
-    def _add(self, policy: str, gradient: Table) -> None:
+    def _pending_of(self, policy: str) -> PendingGradient:
+        return self._pending.setdefault(policy, PendingGradient(policy))
+
+    def _drop_gradient(self, policy: str) -> None:
+        self.gradients.pop(policy, None)
+        self._pending_of(policy).forget()
+
+    def _add(self, policy: str, table: Any, total: Any) -> None:
+        total.backward()
+        gradient: Table = table.grad.numpy()
         self.gradients[policy] = self.gradients.get(policy, np.zeros_like(gradient)) + gradient
 
     @staticmethod
-    def _outputs(table: Any, chunk: RowChunk) -> dict[str, Any]:
+    def _outputs(table: Any, chunk: RowChunk, names: Any) -> dict[str, Any]:
+        """[N, ...] by name, not yet zeroed where nothing was asked for."""
         import torch
 
-        logits = table[torch.tensor(_previous(chunk))] / chunk.temperature
-        logprobs = torch.log_softmax(logits, -1)
+        of_previous = table[torch.tensor(_previous(chunk))]
+        if table.ndim == 1:
+            return {"values": of_previous}
+        logprobs = torch.log_softmax(of_previous / chunk.temperature, -1)
         ids = torch.tensor(chunk.token_ids.astype(np.int64))
-        wanted = chunk.inputs.get(OUTPUT_MASK, np.ones(chunk.num_tokens))
-        keep = torch.tensor(wanted != 0).double()
-        keep[chunk.offsets[:-1].astype(np.int64)] = 0.0
-        return {
-            "logprobs": logprobs.gather(1, ids[:, None])[:, 0] * keep,
-            "entropy": -(logprobs.exp() * logprobs).sum(-1) * keep,
+        found = {
+            "logprobs": logprobs.gather(1, ids[:, None])[:, 0],
+            "entropy": -(logprobs.exp() * logprobs).sum(-1),
         }
+        if "candidate_logprobs" in names:
+            candidates = np.clip(chunk.inputs[CANDIDATE_IDS], 0, table.shape[1] - 1)
+            index = torch.tensor(candidates.astype(np.int64))
+            found["candidate_logprobs"] = logprobs.gather(1, index)
+        for num_top in {k for name in names if (k := top_count(name))}:
+            top = torch.topk(logprobs, num_top, dim=-1)
+            found |= {f"top_ids:{num_top}": top.indices, f"top_logprobs:{num_top}": top.values}
+        return found
 
 
-def _array(values: Any) -> FloatArray:
-    array: FloatArray = values.detach().numpy().astype(np.float32)
-    return array
+def _loss(call: LossCall, found: Mapping[str, Any], chunk: RowChunk) -> Any:
+    """Sum of term x weight over the trained tokens."""
+    import torch
+
+    at = np.flatnonzero(call.trained)
+    inputs = {
+        name: torch.tensor(values[at].astype(np.int64 if name == CANDIDATE_IDS else np.float64))
+        for name, values in call.inputs.items()
+    }
+    if call.definition.level == "row":
+        inputs["row"] = torch.tensor(row_numbers(chunk, at))
+    used = {name: found[name][torch.tensor(at)] for name in call.outputs}
+    return (call.definition.term(used, inputs, call.config) * inputs["weight"]).sum()
+
+
+def _reported(
+    found: Mapping[str, Any], names: tuple[str, ...], chunk: RowChunk
+) -> dict[str, Array]:
+    """The outputs asked for where they are wanted, 0 elsewhere."""
+    wanted = scored_positions(chunk, chunk.inputs.get(OUTPUT_MASK))
+    reported = {name: empty_output(name, chunk) for name in names}
+    for name, array in reported.items():
+        array[wanted] = found[name].detach().numpy()[wanted]
+    return reported
+
+
+def _published(path: str) -> Table | None:
+    """The table that `publish_weights` wrote to the folder; None when there is none."""
+    file = Path(path) / WEIGHTS_FILE
+    if not (path and file.is_file()):
+        return None
+    from safetensors.numpy import load_file
+
+    found = load_file(file).get("table")
+    return None if found is None else found.astype(np.float64)

@@ -12,14 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from nexrl.errors import ConfigError, InvariantError
-from nexrl.types import Array, BoolArray, RowChunk
-
-
-def check_outputs(names: tuple[str, ...], accepted: tuple[str, ...]) -> None:
-    """ConfigError on an output that the back end does not have."""
-    unknown = sorted(set(names) - set(accepted))
-    if unknown:
-        raise ConfigError(f"no output is named {unknown} (accepted: {sorted(accepted)})")
+from nexrl.services.train.outputs import empty_output
+from nexrl.types import CANDIDATE_IDS, Array, BoolArray, RowChunk
 
 
 def check_chunk(chunk: RowChunk, *, vocab_size: int, max_positions: int) -> None:
@@ -45,28 +39,71 @@ def check_chunk(chunk: RowChunk, *, vocab_size: int, max_positions: int) -> None
 
 
 def check_finite(inputs: Mapping[str, Array], positions: BoolArray, chunk: RowChunk) -> None:
-    """InvariantError on a NaN or infinite input at a position that is trained."""
+    """InvariantError on a NaN or infinite input [N, ...] at a position that is trained."""
     for name, values in inputs.items():
-        bad = np.flatnonzero(positions & ~np.isfinite(values))
+        bad = np.flatnonzero(positions & ~_everywhere(np.isfinite(values)))
         if len(bad):
             raise InvariantError(
                 f"row chunk: input {name!r} is {values[bad[0]]} {_where(chunk, bad[0])}"
             )
 
 
+def check_widths(inputs: Mapping[str, Array]) -> None:
+    """InvariantError on loss inputs that would be stretched to fit each other: a weight that is not
+    [N], or a number of columns other than that of the candidates."""
+    if inputs["weight"].ndim != 1:
+        raise InvariantError(
+            f"row chunk: input 'weight' must have shape [N], got {inputs['weight'].shape}"
+        )
+    if CANDIDATE_IDS not in inputs:
+        return
+    expected = inputs[CANDIDATE_IDS].shape
+    for name, values in inputs.items():
+        if values.ndim > 1 and values.shape != expected:
+            raise InvariantError(
+                f"row chunk: input {name!r} has shape {values.shape}, {CANDIDATE_IDS} {expected}"
+            )
+
+
+def check_candidates(chunk: RowChunk, positions: BoolArray, *, vocab_size: int) -> None:
+    """Refuse `candidate_ids` that are missing, no [N, K] of whole numbers, or outside the
+    vocabulary where they count."""
+    ids = chunk.inputs.get(CANDIDATE_IDS)
+    if ids is None:
+        raise ConfigError(f"the output 'candidate_logprobs' needs the input {CANDIDATE_IDS!r}")
+    if ids.ndim != 2 or ids.shape[1] == 0 or ids.dtype.kind not in "iu":
+        raise InvariantError(
+            f"row chunk: {CANDIDATE_IDS} must be whole numbers of shape [N, K] with K > 0, got "
+            f"{ids.dtype} {ids.shape}"
+        )
+    bad = np.flatnonzero(positions & ~_everywhere((ids >= 0) & (ids < vocab_size)))
+    if len(bad):
+        raise InvariantError(
+            f"row chunk: {CANDIDATE_IDS} {ids[bad[0]]} {_where(chunk, bad[0])} are not all inside "
+            f"the vocabulary [0, {vocab_size})"
+        )
+
+
 def check_gradients(gradients: Mapping[str, Array], chunk: RowChunk) -> BoolArray:
     """[N] where any gradient is nonzero; InvariantError on a wrong shape or a value not finite."""
     nonzero = np.zeros(chunk.num_tokens, np.bool_)
     for name, gradient in gradients.items():
-        if gradient.shape != (chunk.num_tokens,):
+        expected = empty_output(name, chunk).shape
+        if gradient.shape != expected:
             raise InvariantError(
-                f"row chunk: the gradient of {name!r} has shape {gradient.shape}, the chunk has "
-                f"{chunk.num_tokens} tokens"
+                f"row chunk: the gradient of {name!r} has shape {gradient.shape}, the output "
+                f"{expected}"
             )
-        nonzero |= gradient != 0
+        np.logical_or(nonzero, ~_everywhere(gradient == 0), out=nonzero)
     positions = scored_positions(chunk, nonzero)
     check_finite(gradients, positions, chunk)
     return positions
+
+
+def _everywhere(claim: Array) -> BoolArray:
+    """[N] whether it holds for all entries of a position; [N, ...] in."""
+    result: BoolArray = np.all(claim, axis=tuple(range(1, claim.ndim)))
+    return result
 
 
 def _where(chunk: RowChunk, position: np.intp) -> str:
@@ -87,3 +124,10 @@ def rows_with(chunk: RowChunk, positions: BoolArray) -> Array:
     """[R'] ascending indices of the rows in which any position is marked."""
     row_of_token = np.repeat(np.arange(chunk.num_rows), chunk.lengths)
     return np.unique(row_of_token[positions])
+
+
+def row_numbers(chunk: RowChunk, targets: Array) -> Array:
+    """[M] number of the row of each target, counted from 0 in the order in which rows come; the
+    targets of a row stand together."""
+    row_of_token = np.repeat(np.arange(chunk.num_rows), chunk.lengths)[targets]
+    return np.cumsum(np.diff(row_of_token, prepend=row_of_token[:1]) != 0)

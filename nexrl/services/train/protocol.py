@@ -30,13 +30,14 @@ class TrainService(Protocol):
     """A hosted model that can be trained; one service may host several policies."""
 
     async def create(self, spec: ModelSpec) -> TrainInfo:
-        """Load a model under a policy name; replaces one of the same name."""
+        """Load or copy a model under a policy name; replaces one of the same name. A head that
+        neither the folder nor the copied policy has starts at 0."""
         ...
 
     async def forward(
         self, policy: str, chunk: RowChunk, *, outputs: tuple[str, ...] = ("logprobs",)
     ) -> ForwardOutput:
-        """Named per-token outputs without gradients: logprobs, entropy."""
+        """Named per-token outputs without gradients (`nexrl/services/train/outputs.py`)."""
         ...
 
     async def forward_backward(
@@ -47,13 +48,15 @@ class TrainService(Protocol):
         *,
         outputs: tuple[str, ...] = ("logprobs",),
     ) -> BackwardOutput:
-        """Add the gradient of a named loss; returns its sum and the per-token outputs."""
+        """Add the gradient of a named loss; returns its sum and the per-token outputs asked for. A
+        loss of level `row` sees whole rows: one is never split."""
         ...
 
     async def backward(
         self, policy: str, chunk: RowChunk, gradients: Mapping[str, FloatArray]
     ) -> BackwardOutput:
-        """Add the gradient of sum over outputs o of <gradients[o], o>; any client-side loss."""
+        """Add the gradient of sum over outputs o of <gradients[o], o>; any client-side loss over any
+        outputs but top-K."""
         ...
 
     async def optim_step(self, policy: str, params: OptimParams) -> OptimResult:

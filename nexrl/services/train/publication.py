@@ -39,6 +39,8 @@ class NamedTensor:
     """Shape."""
     data: npt.NDArray[np.uint8]
     """[bytes] little-endian, C order."""
+    file: str = ""
+    """A safetensors file of its own; empty: among the model's weights."""
 
     @classmethod
     def from_array(cls, name: str, values: npt.NDArray[np.float32]) -> NamedTensor:
@@ -98,6 +100,9 @@ def write_model_files(
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
+    for name in sorted({t.file for t in tensors if t.file}):
+        write_safetensors(folder / name, [t for t in tensors if t.file == name])
+    tensors = [t for t in tensors if not t.file]
     shards = _split(tensors, max_file_bytes)
     if len(shards) == 1:
         write_safetensors(folder / WEIGHTS_FILE, shards[0])

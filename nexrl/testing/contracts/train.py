@@ -1,103 +1,35 @@
 """What every `TrainService` must do, as checks to run against any of them.
 
-`STRUCTURE_CHECKS` hold for fakes too; `ARITHMETIC_CHECKS` need a real model behind the service.
-Run each against a fresh service: see tests/unit/train/test_train_contract.py.
+`STRUCTURE_CHECKS` hold for fakes too; `ARITHMETIC_CHECKS` need a real model behind the service, and
+`MOMENT_CHECKS` an optimizer that remembers something. Those on what a forward pass gives are in
+train_outputs.py. Run each against a fresh service: see tests/unit/train/test_train_contract.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 
-from nexrl.errors import ConfigError, InvariantError, NexRLError
+from nexrl.errors import ConfigError, InvariantError
 from nexrl.services.train.protocol import TrainService
-from nexrl.types import (
-    FloatArray,
-    LossSpec,
-    ModelSpec,
-    OptimParams,
-    PolicyVersion,
-    RowChunk,
+from nexrl.testing.contracts.train_outputs import OUTPUT_ARITHMETIC_CHECKS, OUTPUT_STRUCTURE_CHECKS
+from nexrl.testing.contracts.train_subject import (
+    CROSS_ENTROPY,
+    POLICY,
+    ROUNDING,
+    STEP,
+    Check,
+    TrainSubject,
+    contract_chunk,
+    refused,
+    single_rows,
 )
+from nexrl.types import FloatArray, LossSpec, ModelSpec, OptimParams, PolicyVersion
 from nexrl.weight_manifest import read_manifest
 
-POLICY = "actor"
-CROSS_ENTROPY = LossSpec(name="cross_entropy")
-STEP = OptimParams(lr=1e-2, grad_clip_norm=1.0)
-ROUNDING = 2e-5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSubject:
-    """What a check is given."""
-
-    service: TrainService
-    """Fresh: it hosts nothing."""
-    spec: ModelSpec
-    """A model that it can host; at least 8 token ids, at least 16 positions."""
-    folder: Path
-    """Empty scratch folder that the service can reach."""
-
-
-Check = Callable[[TrainSubject], Awaitable[None]]
-
-
-def contract_chunk(
-    lengths: Sequence[int] = (5, 2, 7, 1, 3), *, seed: int = 0, loss: str = "cross_entropy"
-) -> RowChunk:
-    """Rows of small ids with the inputs of a loss; a row's first token has weight 0."""
-    rng = np.random.default_rng(seed)
-
-    def draw(low: float, high: float) -> list[FloatArray]:
-        return [rng.uniform(low, high, n).astype(np.float32) for n in lengths]
-
-    weights = draw(0.1, 1.0)
-    for weight in weights:
-        weight[0] = 0.0
-    inputs = {"weight": weights}
-    if loss != "cross_entropy":
-        inputs |= {"advantage": draw(-1, 1), "proximal_logprobs": draw(-3, -1)}
-    return RowChunk.from_rows([rng.integers(3, 8, n).astype(np.int32) for n in lengths], inputs)
-
-
-def single_rows(chunk: RowChunk) -> list[RowChunk]:
-    """One chunk for each row."""
-    cuts = chunk.offsets[1:-1]
-    parts = {name: np.split(values, cuts) for name, values in chunk.inputs.items()}
-    return [
-        RowChunk.from_rows([ids], {name: [rows[i]] for name, rows in parts.items()})
-        for i, ids in enumerate(np.split(chunk.token_ids, cuts))
-    ]
-
-
-async def _refused(call: Awaitable[object], kind: type[NexRLError], *words: str) -> None:
-    message = ""
-    try:
-        await call
-    except kind as error:
-        message = str(error)
-    assert message, f"accepted, where {kind.__name__} naming {words} was due"
-    missing = [word for word in words if word not in message]
-    assert not missing, f"the error does not name {missing}: {message}"
-
-
 # --- structure --------------------------------------------------------------------------------
-
-
-async def check_outputs_are_aligned_and_start_at_zero(subject: TrainSubject) -> None:
-    """Entry t speaks of token t; entry 0 of each row is 0."""
-    info = await subject.service.create(subject.spec)
-    chunk = contract_chunk()
-    result = await subject.service.forward(POLICY, chunk, outputs=info.outputs)
-    assert result.lengths.tolist() == chunk.lengths.tolist()
-    for values in result.outputs.values():
-        assert values.shape[0] == chunk.num_tokens
-        assert not values[chunk.offsets[:-1]].any()
-        assert np.count_nonzero(values) == chunk.num_tokens - chunk.num_rows
 
 
 async def check_output_mask_limits_outputs(subject: TrainSubject) -> None:
@@ -116,19 +48,19 @@ async def check_output_mask_limits_outputs(subject: TrainSubject) -> None:
 async def check_unknown_names_are_refused(subject: TrainSubject) -> None:
     """Policies, losses, settings, inputs and outputs: the error lists what is accepted."""
     service, chunk = subject.service, contract_chunk()
-    await _refused(service.info("nobody"), ConfigError, "nobody")
+    await refused(service.info("nobody"), ConfigError, "nobody")
     await service.create(subject.spec)
-    await _refused(service.forward("nobody", chunk), ConfigError, "nobody", POLICY)
+    await refused(service.forward("nobody", chunk), ConfigError, "nobody", POLICY)
     loss = LossSpec(name="cross_entrpy")
-    await _refused(
+    await refused(
         service.forward_backward(POLICY, chunk, loss), ConfigError, "cross_entrpy", "cross_entropy"
     )
     loss = LossSpec(name="cross_entropy", config={"smoothing": 0.1})
-    await _refused(service.forward_backward(POLICY, chunk, loss), ConfigError, "smoothing")
+    await refused(service.forward_backward(POLICY, chunk, loss), ConfigError, "smoothing")
     loss = LossSpec(name="ppo")
-    await _refused(service.forward_backward(POLICY, chunk, loss), ConfigError, "advantage")
+    await refused(service.forward_backward(POLICY, chunk, loss), ConfigError, "advantage")
     outputs = ("logits",)
-    await _refused(
+    await refused(
         service.forward(POLICY, chunk, outputs=outputs), ConfigError, "logits", "logprobs"
     )
 
@@ -141,14 +73,14 @@ async def check_bad_rows_are_named(subject: TrainSubject) -> None:
     ids = chunk.token_ids.copy()
     ids[6] = info.vocab_size
     bad_id = replace(chunk, token_ids=ids)
-    await _refused(service.forward(POLICY, bad_id), InvariantError, str(info.vocab_size), "row 1")
+    await refused(service.forward(POLICY, bad_id), InvariantError, str(info.vocab_size), "row 1")
     weight = chunk.inputs["weight"].copy()
     weight[8] = np.nan
     not_finite = replace(chunk, inputs={"weight": weight})
     call = service.forward_backward(POLICY, not_finite, CROSS_ENTROPY)
-    await _refused(call, InvariantError, "weight", "row 2", "token 1")
+    await refused(call, InvariantError, "weight", "row 2", "token 1")
     too_long = contract_chunk((4, info.max_positions + 1))
-    await _refused(
+    await refused(
         service.forward(POLICY, too_long), InvariantError, "row 1", str(info.max_positions)
     )
 
@@ -230,10 +162,10 @@ async def check_state_with_a_pending_gradient_is_refused(subject: TrainSubject) 
     service, path = subject.service, str(subject.folder / "state")
     await service.create(subject.spec)
     await service.forward_backward(POLICY, contract_chunk(), CROSS_ENTROPY)
-    await _refused(service.save_state(POLICY, path), InvariantError, POLICY, "gradient")
+    await refused(service.save_state(POLICY, path), InvariantError, POLICY, "gradient")
     await service.reset_optimizer(POLICY)
     await service.save_state(POLICY, path)
-    await _refused(service.load_state(POLICY, path + "-not"), ConfigError, "state-not")
+    await refused(service.load_state(POLICY, path + "-not"), ConfigError, "state-not")
 
 
 async def check_frozen_policy_accepts_forward_only(subject: TrainSubject) -> None:
@@ -244,10 +176,10 @@ async def check_frozen_policy_accepts_forward_only(subject: TrainSubject) -> Non
     assert (await service.create(reference)).num_parameters == 0
     await service.forward("reference", contract_chunk())
     call = service.forward_backward("reference", contract_chunk(), CROSS_ENTROPY)
-    await _refused(call, ConfigError, "reference", "trainable")
-    await _refused(service.optim_step("reference", STEP), ConfigError, "trainable")
+    await refused(call, ConfigError, "reference", "trainable")
+    await refused(service.optim_step("reference", STEP), ConfigError, "trainable")
     spec = ModelSpec(policy="odd", path="somewhere", copy_of=POLICY)
-    await _refused(service.create(spec), ConfigError, "odd", "copy_of")
+    await refused(service.create(spec), ConfigError, "odd", "copy_of")
 
 
 async def check_chunks_without_anything_to_score(subject: TrainSubject) -> None:
@@ -276,7 +208,6 @@ async def check_closing_is_idempotent_and_final(subject: TrainSubject) -> None:
 
 
 STRUCTURE_CHECKS: tuple[Check, ...] = (
-    check_outputs_are_aligned_and_start_at_zero,
     check_output_mask_limits_outputs,
     check_unknown_names_are_refused,
     check_bad_rows_are_named,
@@ -288,6 +219,7 @@ STRUCTURE_CHECKS: tuple[Check, ...] = (
     check_frozen_policy_accepts_forward_only,
     check_chunks_without_anything_to_score,
     check_closing_is_idempotent_and_final,
+    *OUTPUT_STRUCTURE_CHECKS,
 )
 
 
@@ -370,33 +302,43 @@ async def check_gradient_that_is_not_finite_is_not_applied(subject: TrainSubject
     assert (await service.optim_step(POLICY, STEP)).applied
 
 
-async def check_resume_is_bit_identical(subject: TrainSubject) -> None:
-    """Weights after save, load and two steps equal those after two steps without a break."""
-    service, folder = subject.service, subject.folder
-    await _restart(subject)
-
-    async def train(seed: int) -> None:
+async def _train(service: TrainService, *seeds: int) -> None:
+    for seed in seeds:
         await service.forward_backward(POLICY, contract_chunk(seed=seed), CROSS_ENTROPY)
         await service.optim_step(POLICY, replace(STEP, weight_decay=0.1))
 
-    async def checksum(name: str) -> str:
-        version = PolicyVersion(number=9)
-        return (await service.publish_weights(POLICY, version, str(folder / name))).checksum
 
-    await train(0)
-    await service.save_state(POLICY, str(folder / "state"))
-    await train(1)
-    await train(2)
-    straight = await checksum("straight")
+async def _checksum(subject: TrainSubject, name: str) -> str:
+    version, path = PolicyVersion(number=9), str(subject.folder / name)
+    return (await subject.service.publish_weights(POLICY, version, path)).checksum
+
+
+async def check_resume_is_bit_identical(subject: TrainSubject) -> None:
+    """Weights after save, load and two steps equal those after two steps without a break."""
+    service, path = subject.service, str(subject.folder / "state")
     await _restart(subject)
-    await service.load_state(POLICY, str(folder / "state"))
-    await train(1)
-    await train(2)
-    assert await checksum("resumed") == straight
-    await service.load_state(POLICY, str(folder / "state"), with_optimizer=False)
-    await train(1)
-    await train(2)
-    assert await checksum("without") != straight
+    await _train(service, 0)
+    await service.save_state(POLICY, path)
+    await _train(service, 1, 2)
+    straight = await _checksum(subject, "straight")
+    await _restart(subject)
+    await service.load_state(POLICY, path)
+    await _train(service, 1, 2)
+    assert await _checksum(subject, "resumed") == straight
+
+
+async def check_optimizer_state_is_part_of_what_is_saved(subject: TrainSubject) -> None:
+    """Without its moments the same chunks lead elsewhere."""
+    service, path = subject.service, str(subject.folder / "state")
+    await _restart(subject)
+    await _train(service, 0)
+    await service.save_state(POLICY, path)
+    found = []
+    for with_optimizer in (True, False):
+        await service.load_state(POLICY, path, with_optimizer=with_optimizer)
+        await _train(service, 1, 2)
+        found.append(await _checksum(subject, f"moments-{with_optimizer}"))
+    assert found[0] != found[1]
 
 
 ARITHMETIC_CHECKS: tuple[Check, ...] = (
@@ -406,4 +348,7 @@ ARITHMETIC_CHECKS: tuple[Check, ...] = (
     check_reference_stays_while_the_actor_moves,
     check_gradient_that_is_not_finite_is_not_applied,
     check_resume_is_bit_identical,
+    *OUTPUT_ARITHMETIC_CHECKS,
 )
+
+MOMENT_CHECKS: tuple[Check, ...] = (check_optimizer_state_is_part_of_what_is_saved,)

@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from nexrl.errors import ConfigError
+from nexrl.errors import ConfigError, InvariantError
 from nexrl.services.train.backends.hf_model import (
     LoadedModel,
     check_packing,
     export_side_files,
     export_tensors,
     load_model,
+    load_value_model,
+    row_values,
 )
 from nexrl.services.train.backends.torch_policy import ComputeSettings, TorchPolicy
 from nexrl.services.train.publication import write_model_files
-from nexrl.testing.contracts.train import contract_chunk
+from nexrl.testing.contracts.train_subject import contract_chunk
 from nexrl.testing.tiny_models import make_micro_model
-from nexrl.types import LossSpec
+from nexrl.types import LossSpec, RowChunk
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -150,6 +152,112 @@ def test_model_that_ignores_positions_refuses_packing(tmp_path: Path) -> None:
     assert np.isfinite(logprobs(model)).all()
     with pytest.raises(ConfigError, match="packing=false"):
         check_packing(model)
+
+
+# --- value heads ----------------------------------------------------------------------------------
+
+
+def make_value_model(folder: Path) -> LoadedModel:
+    """With a head that is not 0."""
+    model = load_model(str(folder), setting="test", device=CPU, head="value")
+    assert model.value_head is not None
+    with torch.no_grad():
+        model.value_head.weight.copy_(torch.linspace(-3, 3, 16))
+    return model
+
+
+def write(model: LoadedModel, folder: Path) -> Path:
+    tensors = export_tensors(model, torch.float32)
+    write_model_files(folder, tensors, export_side_files(model, torch.float32))
+    return folder
+
+
+def values(model: LoadedModel, **changes: Any) -> np.ndarray[Any, Any]:
+    chunk = contract_chunk((9, 4, 6, 2, 3))
+    return make_policy(model, **changes).forward(chunk, ("values",)).outputs["values"]
+
+
+def test_values_are_read_from_the_states_that_the_output_head_sees(folder: Path) -> None:
+    """Soft caps and scales of logits do not touch them."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    seen: list[torch.Tensor] = []
+    plain.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    chunk = contract_chunk((9, 4, 6, 2, 3))
+    found = values(make_value_model(folder))
+    for start, end in zip(chunk.offsets[:-1], chunk.offsets[1:], strict=True):
+        plain(torch.from_numpy(chunk.token_ids[start:end].astype(np.int64))[None])
+        expected = (seen[-1][0, :-1] @ torch.linspace(-3, 3, 16)).detach().numpy()
+        np.testing.assert_allclose(found[start + 1 : end], expected, atol=1e-5)
+    assert np.abs(found).max() > 2.0  # where gemma2's cap of logits would end
+
+
+def test_packed_values_equal_padded_ones(folder: Path) -> None:
+    """FR-092, FR-094"""
+    model = make_value_model(folder)
+    check_packing(model)
+    np.testing.assert_allclose(values(model, packing=True), values(model), atol=1e-5)
+
+
+def test_value_folder_loads_bit_by_bit_and_its_backbone_with_transformers(
+    folder: Path, tmp_path: Path
+) -> None:
+    """FR-137: the head is in a file of its own, so nothing is missing or unexpected."""
+    from transformers import AutoModel
+
+    model = make_value_model(folder)
+    write(model, tmp_path)
+    again = load_model(str(tmp_path), setting="test", device=CPU, head="value")
+    np.testing.assert_array_equal(values(again), values(model))
+    _, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    write(again, tmp_path / "again")
+    for name in ("config.json", "value_head.safetensors", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_score_of_a_row_is_the_value_at_a_token_appended_to_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = load_value_model(str(write(make_value_model(folder), tmp_path)))
+    rows = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6], [7, 3, 3, 4, 5, 6, 7], [4, 4])]
+    chunk = RowChunk.from_rows([np.append(row, 0).astype(np.int32) for row in rows])
+    expected = make_policy(model).forward(chunk, ("values",)).outputs["values"]
+    for max_tokens in (1, 8, 100):
+        found = row_values(model, rows, max_tokens=max_tokens)
+        np.testing.assert_allclose(found, expected[chunk.offsets[1:] - 1], atol=1e-5)
+    assert row_values(model, []).shape == (0,)
+
+
+def test_rows_that_cannot_be_scored_are_refused(tmp_path: Path) -> None:
+    model = make_value_model(make_folder(tmp_path, "llama"))
+    for row in (np.zeros(0, np.int32), np.zeros(33, np.int32)):
+        with pytest.raises(InvariantError, match=f"1 to 32 tokens, got {len(row)} to {len(row)}"):
+            row_values(model, [row])
+    assert len(row_values(model, [np.zeros(32, np.int32)])) == 1
+
+
+def test_folder_of_the_other_head_is_named(tmp_path: Path) -> None:
+    plain = make_folder(tmp_path / "plain", "llama")
+    value = write(make_value_model(plain), tmp_path / "value")
+    with pytest.raises(ConfigError, match=r"value policy.*output head"):
+        load(value)
+    with pytest.raises(ConfigError, match=r"no value head.*nexrl_head"):
+        load_value_model(str(plain))
+    (value / "value_head.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"value_head\.safetensors"):
+        load_value_model(str(value))
+
+
+def test_bfloat16_export_keeps_the_value_head_in_float32(tmp_path: Path) -> None:
+    model = make_value_model(make_folder(tmp_path, "qwen3"))
+    dtypes = {t.name: t.dtype for t in export_tensors(model, torch.bfloat16)}
+    assert dtypes.pop("value_head.weight") == "F32"
+    assert set(dtypes.values()) == {"BF16"}
+
+
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_folder_without_a_model_is_named(tmp_path: Path) -> None:

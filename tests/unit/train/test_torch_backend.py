@@ -18,10 +18,11 @@ import torch
 from nexrl.config.schema import TrainServiceConfig
 from nexrl.errors import ConfigError, InvariantError, ServiceError
 from nexrl.services.train.backends.adamw import AdamW
+from nexrl.services.train.backends.hf_model import load_value_model, row_values
 from nexrl.services.train.backends.torch_backend import TorchTrainService
-from nexrl.testing.contracts.train import CROSS_ENTROPY, STEP, contract_chunk
+from nexrl.testing.contracts.train_subject import CROSS_ENTROPY, STEP, contract_chunk
 from nexrl.testing.tiny_models import make_micro_model
-from nexrl.types import ModelSpec, OptimParams, PolicyVersion
+from nexrl.types import FloatArray, LossSpec, ModelSpec, OptimParams, PolicyVersion
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +191,86 @@ async def test_bfloat16_service_publishes_bfloat16_and_saves_float32(
     assert {t.dtype for t in manifest.tensors} == {"BF16"}
     with safe_open(tmp_path / "state" / "hf" / "model.safetensors", "pt") as file:
         assert file.get_tensor("model.norm.weight").dtype == torch.float32
+
+
+# --- a critic beside the actor ----------------------------------------------------------------------
+
+VALUE = LossSpec(name="value", config={"clip": None})
+
+
+async def train_critic(service: TorchTrainService, *seeds: int) -> None:
+    for seed in seeds:
+        chunk = contract_chunk(seed=seed, loss="value")
+        await service.forward_backward("critic", chunk, VALUE, outputs=("values",))
+        await service.optim_step("critic", STEP)
+
+
+async def critic_values(service: TorchTrainService, policy: str = "critic") -> FloatArray:
+    found = await service.forward(policy, contract_chunk(), outputs=("values",))
+    return found.outputs["values"]
+
+
+@pytest.mark.parametrize("source", ["state", "state/hf", "publication"])
+async def test_head_is_found_in_every_folder_that_a_value_policy_leaves(
+    source: str, model: str, tmp_path: Path
+) -> None:
+    async with hosting(model) as service:
+        await service.create(ModelSpec(policy="critic", copy_of="actor", head="value"))
+        await train_critic(service, 0, 1)
+        await service.save_state("critic", str(tmp_path / "state"))
+        version = PolicyVersion(policy="critic")
+        manifest = await service.publish_weights("critic", version, str(tmp_path / "publication"))
+        assert "value_head.weight" in [t.name for t in manifest.tensors]
+        spec = ModelSpec(policy="again", path=str(tmp_path / source), head="value")
+        await service.create(spec)
+        np.testing.assert_array_equal(
+            await critic_values(service, "again"), await critic_values(service)
+        )
+    scorer = load_value_model(str(tmp_path / source))
+    assert row_values(scorer, [np.array([3, 4], np.int32)])[0] != 0.0
+
+
+async def test_critic_resumes_bit_by_bit_with_the_moments_of_its_head(
+    model: str, tmp_path: Path
+) -> None:
+    async with hosting(model) as service:
+        critic = ModelSpec(policy="critic", path=model, head="value")
+        await service.create(critic)
+        await train_critic(service, 0)
+        await service.save_state("critic", str(tmp_path / "state"))
+        await train_critic(service, 1, 2)
+        straight = await critic_values(service)
+        await service.create(critic)
+        await service.load_state("critic", str(tmp_path / "state"))
+        await train_critic(service, 1, 2)
+        np.testing.assert_array_equal(await critic_values(service), straight)
+
+
+async def test_actor_and_critic_have_gradients_and_optimizers_of_their_own(model: str) -> None:
+    async with hosting(model) as service:
+        await service.create(ModelSpec(policy="critic", copy_of="actor", head="value"))
+        alone = []
+        for with_critic in (False, True):
+            await service.create(ModelSpec(path=model))
+            await service.forward_backward("actor", contract_chunk(), CROSS_ENTROPY)
+            if with_critic:
+                await train_critic(service, 0)
+            alone.append((await service.optim_step("actor", STEP)).grad_norm)
+        assert alone[0] == alone[1]
+        assert (await service.info("critic")).optimizer_step == 1
+
+
+async def test_state_written_before_there_were_heads_is_a_language_model(
+    model: str, tmp_path: Path
+) -> None:
+    async with hosting(model) as service:
+        await train(service, 0)
+        await service.save_state("actor", str(tmp_path / "state"))
+        file = tmp_path / "state" / "state.json"
+        state = json.loads(file.read_text())
+        assert state.pop("head") == "lm"
+        file.write_text(json.dumps(state))
+        assert (await service.load_state("actor", str(tmp_path / "state"))).optimizer_step == 1
 
 
 # --- AdamW --------------------------------------------------------------------------------------

@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 from nexrl.errors import InvariantError, ServiceError
 from nexrl.services.train.backends.hf_model import LoadedModel, load_model
 from nexrl.services.train.backends.torch_policy import ComputeSettings, TorchPolicy
-from nexrl.testing.contracts.train import contract_chunk, single_rows
+from nexrl.testing.contracts.train_subject import contract_chunk, single_rows
 from nexrl.testing.tiny_models import make_micro_model
 from nexrl.types import FloatArray, LossSpec, OptimParams, RowChunk
 
 CPU = torch.device("cpu")
 PPO = LossSpec(name="ppo")
+GSPO = LossSpec(name="gspo", config={"clip_low": 0.5, "clip_high": 0.5})
+TOP_K = LossSpec(name="reverse_kl_top_k", config={"entropy_coefficient": 0.1})
+VALUE = LossSpec(name="value")
 CROSS_ENTROPY = LossSpec(name="cross_entropy")
 SETTINGS = ComputeSettings(
     device=CPU, autocast=False, gradient_checkpointing=False, micro_batch_tokens=512, packing=False
@@ -40,6 +43,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return loaded
 
 
+@pytest.fixture(scope="module")
+def value_model(model: LoadedModel) -> LoadedModel:
+    copied = model.copied("value")
+    assert copied.value_head is not None
+    with torch.no_grad():
+        copied.value_head.weight.copy_(torch.linspace(-1, 1, 32))
+    return copied
+
+
 def make_policy(model: LoadedModel, **changes: Any) -> TorchPolicy:
     return TorchPolicy(
         "actor",
@@ -51,7 +63,7 @@ def make_policy(model: LoadedModel, **changes: Any) -> TorchPolicy:
 
 
 def gradient(policy: TorchPolicy) -> FloatArray:
-    grads = [p.grad for p in policy.model.module.parameters()]
+    grads = [p.grad for p in policy.model.named_parameters().values()]
     return torch.cat([g.reshape(-1) for g in grads if g is not None]).numpy().copy()
 
 
@@ -99,17 +111,27 @@ def test_logprobs_equal_those_of_each_row_alone(
     seed=st.integers(0, 99),
     micro_batch_tokens=st.sampled_from([1, 8, 30]),
     packing=st.booleans(),
+    loss=st.sampled_from([PPO, GSPO, TOP_K, VALUE]),
 )
 def test_no_split_changes_the_gradient(
-    model: LoadedModel, lengths: list[int], seed: int, micro_batch_tokens: int, packing: bool
+    model: LoadedModel,
+    value_model: LoadedModel,
+    lengths: list[int],
+    seed: int,
+    micro_batch_tokens: int,
+    packing: bool,
+    loss: LossSpec,
 ) -> None:
-    """FR-029, FR-035, FR-041: chunks of any size, micro-batches of any size, packed or padded."""
-    chunk = contract_chunk((*lengths, 6), seed=seed, loss="ppo")
-    whole = gradient_of(model, [chunk], PPO)
-    cut = gradient_of(
-        model, single_rows(chunk), PPO, micro_batch_tokens=micro_batch_tokens, packing=packing
-    )
-    assert_same(whole, cut, rtol=1e-4)
+    """FR-029, FR-035, FR-041: chunks of any size, micro-batches of any size, packed or padded;
+    losses over tokens, rows, candidates and values."""
+    hosted = value_model if loss is VALUE else model
+    chunk = contract_chunk((*lengths, 6), seed=seed, loss=loss.name)
+    whole = gradient_of(hosted, [chunk], loss)
+    for chunks in ([chunk], single_rows(chunk)):
+        cut = gradient_of(
+            hosted, chunks, loss, micro_batch_tokens=micro_batch_tokens, packing=packing
+        )
+        assert_same(whole, cut, rtol=2e-4)
 
 
 def test_loss_is_the_sum_that_the_weights_define(model: LoadedModel) -> None:
@@ -135,6 +157,107 @@ def test_every_term_has_the_denominator_of_the_policy_term(
     whole = gradient_of(model, [chunk], loss)
     assert_same(whole, gradient_of(model, [chunk], loss, micro_batch_tokens=1), rtol=1e-4)
     assert whole[0] != pytest.approx(gradient_of(model, [chunk], PPO)[0], rel=1e-3)
+
+
+def naive_values(model: LoadedModel, chunk: RowChunk) -> FloatArray:
+    """One row at a time: the head on the state before each token."""
+    assert model.value_head is not None
+    found = np.zeros(chunk.num_tokens, np.float32)
+    for start, end in zip(chunk.offsets[:-1], chunk.offsets[1:], strict=True):
+        ids = torch.from_numpy(chunk.token_ids[start:end].astype(np.int64))[None]
+        with torch.no_grad():
+            values = model.value_head(model.module(ids).last_hidden_state)[0, :, 0]
+        found[start + 1 : end] = values[:-1]
+    return found
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_values_equal_those_of_each_row_alone(value_model: LoadedModel, packing: bool) -> None:
+    """FR-092, FR-094: a value is never read across a packed border, nor at a shifted position."""
+    chunk = replace(contract_chunk((9, 2, 5, 1, 7, 3, 3)), temperature=0.5)
+    policy = make_policy(value_model, packing=packing, micro_batch_tokens=20)
+    found = policy.forward(chunk, ("values",)).outputs["values"]
+    np.testing.assert_allclose(found, naive_values(value_model, chunk), atol=1e-5)
+    assert np.count_nonzero(found) == chunk.num_tokens - chunk.num_rows
+
+
+def test_ratio_of_a_row_takes_its_trained_tokens_alone(model: LoadedModel) -> None:
+    """gspo, by hand: s = exp(mean log rho) over the trained tokens, loss -s A, whatever the
+    untrained tokens between them hold."""
+    chunk = contract_chunk((6, 4), loss="gspo")
+    inputs = {name: values.copy() for name, values in chunk.inputs.items()}
+    inputs["weight"][2:4] = 0.0
+    inputs["proximal_logprobs"][:] = naive_logprobs(model, chunk) - 0.1
+    inputs["proximal_logprobs"][2:4] = np.nan
+    inputs["advantage"][:] = 1.0
+    chunk = replace(chunk, inputs=inputs)
+    for packing in (False, True):
+        loss, _ = gradient_of(model, [chunk], GSPO, packing=packing)
+        assert loss == pytest.approx(-np.exp(0.1) * inputs["weight"].sum(), rel=1e-4)
+
+
+def test_named_value_loss_is_the_clipped_one(value_model: LoadedModel) -> None:
+    """1/2 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), summed with the weights."""
+    chunk = contract_chunk(loss="value")
+    values = naive_values(value_model, chunk).astype(np.float64)
+    weight, returns, old = (chunk.inputs[n] for n in ("weight", "returns", "old_values"))
+    held = np.clip(values, old - 0.2, old + 0.2)
+    expected = 0.5 * np.maximum((values - returns) ** 2, (held - returns) ** 2) @ weight
+    loss, _ = gradient_of(value_model, [chunk], VALUE)
+    assert loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_value_of_zero_moves_the_head_before_the_backbone(model: LoadedModel) -> None:
+    """A fresh head passes no gradient down, and trains from its first step."""
+    policy = make_policy(model.copied("value"))
+    policy.forward_backward(contract_chunk(loss="value"), VALUE, ("values",))
+    *backbone, head = policy.model.named_parameters().values()
+    assert all(p.grad is None or not p.grad.any() for p in backbone)
+    assert head.grad is not None
+    assert head.grad.shape == (1, 32)
+    assert head.grad.any()
+    assert policy.info().num_parameters == sum(p.numel() for p in (*backbone, head))
+
+
+@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"autocast": True}])
+def test_value_gradient_with_less_memory(
+    value_model: LoadedModel, changes: dict[str, bool]
+) -> None:
+    chunk = contract_chunk(loss="value")
+    exact, found = (
+        gradient_of(value_model, [chunk], VALUE),
+        gradient_of(value_model, [chunk], VALUE, **changes),
+    )
+    cosine = np.dot(exact[1], found[1]) / np.linalg.norm(exact[1]) / np.linalg.norm(found[1])
+    assert cosine > (0.98 if "autocast" in changes else 1 - 1e-6)
+
+
+def test_candidates_that_are_padding_are_not_looked_at(model: LoadedModel) -> None:
+    """Ids of untrained tokens may be anything, also when the tokens are scored."""
+    chunk = contract_chunk(loss="reverse_kl_top_k")
+    weight, ids = chunk.inputs["weight"].copy(), chunk.inputs["candidate_ids"].copy()
+    weight[2:4] = 0.0
+    clean = replace(chunk, inputs={**chunk.inputs, "weight": weight})
+    ids[2:4] = -1
+    dirty = replace(clean, inputs={**clean.inputs, "candidate_ids": ids})
+    assert_same(gradient_of(model, [clean], TOP_K), gradient_of(model, [dirty], TOP_K), rtol=1e-6)
+    result = make_policy(model).forward_backward(dirty, TOP_K, ("logprobs",))
+    np.testing.assert_allclose(result.outputs["logprobs"], naive_logprobs(model, chunk), atol=1e-5)
+
+
+def test_gradient_of_candidates_equals_that_of_all_logits(model: LoadedModel) -> None:
+    """Against log-softmax of the whole vocabulary through the plain model."""
+    chunk = replace(contract_chunk((6,), loss="reverse_kl_top_k"), temperature=0.8)
+    given = np.random.default_rng(3).normal(size=(6, 2)).astype(np.float32)
+    given[0] = 0.0
+    policy, plain = make_policy(model), model.copied().module
+    policy.backward(chunk, {"candidate_logprobs": given})
+    ids = torch.from_numpy(chunk.token_ids.astype(np.int64))[None]
+    log_p = torch.log_softmax(plain(ids).logits[0] / 0.8, -1)
+    candidates = torch.from_numpy(chunk.inputs["candidate_ids"].astype(np.int64))
+    torch.autograd.backward((log_p[:-1].gather(1, candidates[1:]) * torch.tensor(given[1:])).sum())
+    expected = torch.cat([p.grad.reshape(-1) for p in plain.parameters()]).numpy()
+    np.testing.assert_allclose(gradient(policy), expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_untrained_tokens_cannot_reach_the_loss(model: LoadedModel) -> None:

@@ -20,7 +20,7 @@ from nexrl.services.http import HttpClient
 from nexrl.services.train import client as client_module
 from nexrl.services.train.client import HttpTrainService
 from nexrl.services.train.server import make_train_app
-from nexrl.testing.contracts.train import CROSS_ENTROPY, STEP, contract_chunk
+from nexrl.testing.contracts.train_subject import CROSS_ENTROPY, STEP, contract_chunk
 from nexrl.testing.instant_train import InstantTrain
 from nexrl.types import BackwardOutput, LossSpec, ModelSpec, OptimParams, OptimResult, RowChunk
 

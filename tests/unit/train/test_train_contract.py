@@ -1,4 +1,4 @@
-"""The train contract, against the fake, the back end in process, and the back end over HTTP."""
+"""The train contract, against the fakes, the back end in process, and over HTTP."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from nexrl.services.train.backends.torch_backend import TorchTrainService
 from nexrl.services.train.client import HttpTrainService
 from nexrl.services.train.protocol import TrainService
 from nexrl.services.train.server import make_train_app
-from nexrl.testing.contracts.train import (
-    ARITHMETIC_CHECKS,
-    STRUCTURE_CHECKS,
-    Check,
-    TrainSubject,
-)
+from nexrl.testing.contracts.train import ARITHMETIC_CHECKS, MOMENT_CHECKS, STRUCTURE_CHECKS
+from nexrl.testing.contracts.train_subject import Check, TrainSubject
 from nexrl.testing.instant_train import InstantTrain
 from nexrl.testing.tiny_models import make_micro_model
+from nexrl.testing.toy_train_service import ToyTrainService
 from nexrl.types import ModelSpec
 
 
@@ -45,7 +42,14 @@ async def over_http(service: TrainService) -> AsyncIterator[TrainService]:
 
 @asynccontextmanager
 async def make_service(kind: str) -> AsyncIterator[TrainService]:
-    inner = InstantTrain(max_positions=64) if "instant" in kind else TorchTrainService()
+    inner: InstantTrain | ToyTrainService | TorchTrainService
+    match kind.removesuffix("-http"):
+        case "instant":
+            inner = InstantTrain(max_positions=64)
+        case "toy":
+            inner = ToyTrainService(max_positions=64)
+        case _:
+            inner = TorchTrainService()
     try:
         if "http" in kind:
             async with over_http(inner) as client:
@@ -60,15 +64,21 @@ def _name(check: Check) -> str:
     return getattr(check, "__name__", "check").removeprefix("check_")
 
 
-@pytest.mark.parametrize("kind", ["instant", "instant-http", "torch", "torch-http"])
+@pytest.mark.parametrize("kind", ["instant", "instant-http", "toy", "torch", "torch-http"])
 @pytest.mark.parametrize("check", STRUCTURE_CHECKS, ids=_name)
 async def test_structure(check: Check, kind: str, model: Path, tmp_path: Path) -> None:
     async with make_service(kind) as service:
         await check(TrainSubject(service=service, spec=ModelSpec(path=str(model)), folder=tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["torch", "torch-http"])
+@pytest.mark.parametrize("kind", ["toy", "toy-http", "torch", "torch-http"])
 @pytest.mark.parametrize("check", ARITHMETIC_CHECKS, ids=_name)
 async def test_arithmetic(check: Check, kind: str, model: Path, tmp_path: Path) -> None:
     async with make_service(kind) as service:
+        await check(TrainSubject(service=service, spec=ModelSpec(path=str(model)), folder=tmp_path))
+
+
+@pytest.mark.parametrize("check", MOMENT_CHECKS, ids=_name)
+async def test_moments(check: Check, model: Path, tmp_path: Path) -> None:
+    async with make_service("torch") as service:
         await check(TrainSubject(service=service, spec=ModelSpec(path=str(model)), folder=tmp_path))

@@ -1,6 +1,7 @@
 """A policy's whole training state as a folder without pickle, restored bit by bit.
 
-    hf/                     a Hugging Face model folder in float32, for anyone to load
+    hf/                     a Hugging Face model folder in float32, for anyone to load; of a value
+                            policy the backbone, with the head in value_head.safetensors
     optimizer.safetensors   moments by `<moment>/<parameter>`
     rng.safetensors         random number generators
     state.json              counters and the schema version
@@ -20,6 +21,8 @@ from torch import Tensor
 from nexrl.atomic import atomic_folder
 from nexrl.errors import ConfigError, InvariantError
 from nexrl.services.train.backends.hf_model import (
+    HEAD_TENSOR,
+    LoadedModel,
     export_side_files,
     export_tensors,
     load_model,
@@ -41,6 +44,7 @@ def save_policy(policy: TorchPolicy, path: str) -> None:
         )
     state = {
         "schema_version": SCHEMA_VERSION,
+        "head": policy.model.head,
         "optimizer_step": policy.optimizer_step,
         "num_moment_updates": policy.optimizer.num_steps,
     }
@@ -59,12 +63,18 @@ def load_policy(policy: TorchPolicy, path: str, *, with_optimizer: bool) -> None
     """Read the folder into the policy; on an error the policy stays as it was."""
     folder = Path(path)
     state = _read_state(folder)
-    loaded = load_model(str(folder / "hf"), setting="load_state", device=policy.device)
+    head = policy.model.head
+    if state["head"] != head:
+        raise ConfigError(
+            f"load_state: {path!r} holds a policy with head={state['head']!r}, policy "
+            f"{policy.name!r} has head={head!r}"
+        )
+    loaded = load_model(str(folder), setting="load_state", device=policy.device, head=head)
     optimizer: dict[str, Tensor] = {}
     if with_optimizer:
         optimizer = _read_tensors(folder / _OPTIMIZER_FILE)
         rng = _read_tensors(folder / _RNG_FILE)
-    _copy_weights(loaded.module, policy.model.module, folder)
+    _copy_weights(loaded, policy.model, folder)
     policy.reset_optimizer()
     policy.optimizer_step = int(state["optimizer_step"])
     if with_optimizer:
@@ -79,6 +89,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version = int(state["schema_version"])
+        state.setdefault("head", "lm")
     except (ValueError, KeyError, TypeError) as error:
         raise InvariantError(f"{file}: damaged: {error!r}") from error
     if version > SCHEMA_VERSION:
@@ -86,8 +97,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _copy_weights(source: torch.nn.Module, target: torch.nn.Module, folder: Path) -> None:
-    new, old = source.state_dict(), target.state_dict()
+def _copy_weights(source: LoadedModel, target: LoadedModel, folder: Path) -> None:
+    new, old = source.module.state_dict(), target.module.state_dict()
+    if source.value_head is not None and target.value_head is not None:
+        new[HEAD_TENSOR], old[HEAD_TENSOR] = source.value_head.weight, target.value_head.weight
     different = {k for k in {*new, *old} if k not in new or k not in old}
     different |= {k for k in new.keys() & old.keys() if new[k].shape != old[k].shape}
     if different:
@@ -95,7 +108,9 @@ def _copy_weights(source: torch.nn.Module, target: torch.nn.Module, folder: Path
             f"load_state: {folder} holds another model than the one hosted; tensors that differ: "
             f"{sorted(different)[:4]}"
         )
-    target.load_state_dict(new)
+    with torch.no_grad():
+        for name, values in new.items():
+            old[name].copy_(values)
 
 
 def _rng_state() -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ class TorchTrainService:
     async def forward(
         self, policy: str, chunk: RowChunk, *, outputs: tuple[str, ...] = ("logprobs",)
     ) -> ForwardOutput:
-        """Named per-token outputs without gradients: logprobs, entropy."""
+        """Named per-token outputs without gradients."""
         return await self._submit(lambda: self._get(policy).forward(chunk, outputs))
 
     async def forward_backward(
@@ -150,9 +150,10 @@ class TorchTrainService:
                 f"copy_of={spec.copy_of!r}"
             )
         if spec.copy_of:
-            model = self._get(spec.copy_of).model.copied()
+            model = self._get(spec.copy_of).model.copied(spec.head)
         else:
-            model = load_model(spec.path, setting="train_service.model_path", device=self._device)
+            setting = "train_service.model_path"
+            model = load_model(spec.path, setting=setting, device=self._device, head=spec.head)
         if self._config.packing:
             check_packing(model)
         config = self._config

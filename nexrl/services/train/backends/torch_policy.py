@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,24 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nexrl.algorithms.losses import LOSSES, LossDefinition, loss_definition
-from nexrl.errors import ConfigError, InvariantError, ServiceError
+from nexrl.errors import InvariantError, ServiceError
 from nexrl.services.train.backends.adamw import AdamW
-from nexrl.services.train.backends.hf_model import (
-    LoadedModel,
-    enable_checkpointing,
-    logits_at,
+from nexrl.services.train.backends.hf_model import LoadedModel, enable_checkpointing
+from nexrl.services.train.backends.model_outputs import outputs_at
+from nexrl.services.train.backends.objectives import (
+    Objective,
+    ScoredTokens,
+    gradient_objective,
+    loss_objective,
 )
-from nexrl.services.train.backends.token_scores import token_scores
 from nexrl.services.train.batching import MicroBatch, micro_batches
-from nexrl.services.train.chunk_checks import (
-    check_chunk,
-    check_finite,
-    check_gradients,
-    check_outputs,
-    rows_with,
-    scored_positions,
-)
+from nexrl.services.train.chunk_checks import rows_with, scored_positions
+from nexrl.services.train.outputs import OFFERED, empty_output
+from nexrl.services.train.policy_door import PendingGradient, PolicyDoor
 from nexrl.types import (
     OUTPUT_MASK,
     Array,
@@ -48,8 +44,6 @@ from nexrl.types import (
     RowChunk,
     TrainInfo,
 )
-
-OUTPUTS = ("logprobs", "entropy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +60,6 @@ class ComputeSettings:
     """Most tokens, padding included, in one micro-batch."""
     packing: bool
     """Several rows in one sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """What one micro-batch computed: entry m speaks of the chunk's token targets[m]."""
-
-    targets: Array
-    """[M] positions in the chunk."""
-    logprobs: Tensor
-    """[M]"""
-    entropy: Tensor | None
-    """[M] when asked for."""
 
 
 class TorchPolicy:
@@ -98,28 +80,32 @@ class TorchPolicy:
     ) -> None:
         self.name = name
         self.model = model
-        self.trainable = trainable
         self.optimizer_step = 0
         self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "publish": 0.0}
         self._settings = settings
         self._stop = stop
-        self._broken = ""
-        self._num_accumulated = 0
-        module = model.module
-        module.requires_grad_(trainable)
+        self._pending = PendingGradient(name)
+        self._door = PolicyDoor(
+            policy=name,
+            head=model.head,
+            trainable=trainable,
+            vocab_size=model.vocab_size,
+            max_positions=model.max_positions,
+        )
+        parameters = model.named_parameters()
+        for parameter in parameters.values():
+            parameter.requires_grad_(trainable)
         self._checkpointing = trainable and settings.gradient_checkpointing
         if self._checkpointing:
-            enable_checkpointing(module)
-        self.optimizer = AdamW(dict(module.named_parameters()) if trainable else {})
+            enable_checkpointing(model.module)
+        self.optimizer = AdamW(parameters if trainable else {})
 
     # --- verbs --------------------------------------------------------------------------------
 
     def forward(self, chunk: RowChunk, outputs: tuple[str, ...]) -> ForwardOutput:
         """Named per-token outputs without gradients."""
-        check_outputs(outputs, OUTPUTS)
-        self._check(chunk)
-        found = _new_outputs(chunk, outputs)
-        positions = scored_positions(chunk, chunk.inputs.get(OUTPUT_MASK))
+        positions = self._door.check_forward(chunk, outputs)
+        found = {name: empty_output(name, chunk) for name in outputs}
         self._score_rows(chunk, rows_with(chunk, positions), positions, found)
         return ForwardOutput(lengths=chunk.lengths, outputs=found)
 
@@ -127,69 +113,54 @@ class TorchPolicy:
         self, chunk: RowChunk, loss: LossSpec, outputs: tuple[str, ...]
     ) -> BackwardOutput:
         """Add the gradient of sum(weight x term); the loss is that sum."""
-        self._require_trainable()
-        with self._whole_or_broken():
-            check_outputs(outputs, OUTPUTS)
-            definition = loss_definition(loss.name)
-            inputs = {k: v for k, v in chunk.inputs.items() if k != OUTPUT_MASK}
-            definition.check_inputs(inputs, loss.config)
-            self._check(chunk)
-            trained = scored_positions(chunk, inputs["weight"] != 0)
-            check_finite(inputs, trained, chunk)
-            objective = _loss_objective(definition, loss, inputs, trained, self.device)
-            found = _new_outputs(chunk, outputs)
-            total = self._accumulate(
-                chunk, trained, objective, found, with_entropy=definition.needs_entropy(loss.config)
-            )
+        self._door.require_trainable()
+        with self._pending.whole_or_broken():
+            call = self._door.check_loss(chunk, loss, outputs)
+            found = {name: empty_output(name, chunk) for name in outputs}
+            objective = loss_objective(call, chunk)
+            total = self._accumulate(chunk, call.trained, objective, call.outputs, found)
         return BackwardOutput(loss=total, outputs=found)
 
     def backward(self, chunk: RowChunk, gradients: Mapping[str, FloatArray]) -> BackwardOutput:
         """Add the gradient of sum over outputs o of <gradients[o], o>, by running forward again."""
-        self._require_trainable()
-        with self._whole_or_broken():
-            check_outputs(tuple(gradients), OUTPUTS)
-            self._check(chunk)
-            trained = check_gradients(gradients, chunk)
-            objective = _gradient_objective(gradients, self.device)
-            self._accumulate(chunk, trained, objective, {}, with_entropy="entropy" in gradients)
+        self._door.require_trainable()
+        with self._pending.whole_or_broken():
+            trained = self._door.check_backward(chunk, gradients)
+            objective = gradient_objective(gradients)
+            self._accumulate(chunk, trained, objective, tuple(gradients), {})
         return BackwardOutput(loss=0.0, outputs={})
 
     def optim_step(self, params: OptimParams) -> OptimResult:
         """Clip, step and zero the gradient; one that is not finite is reported, not applied."""
-        self._require_trainable()
-        if self._broken:
-            reason, self._broken = self._broken, ""
+        self._door.require_trainable()
+        try:
+            self._pending.take()
+        except InvariantError:
             self.optimizer.zero_grad()
-            self._num_accumulated = 0
-            raise InvariantError(
-                f"policy {self.name!r}: the gradient is incomplete and was dropped, because a "
-                f"call that should have added to it failed: {reason}"
-            )
+            raise
         with self._timed("optimizer"):
             grad_norm, applied = self.optimizer.step(params)
-        self._num_accumulated = 0
         self.optimizer_step += applied
         return OptimResult(grad_norm=grad_norm, applied=applied, optimizer_step=self.optimizer_step)
 
     def reset_optimizer(self) -> None:
         """Forget moments and gradient; the count of steps goes on."""
         self.optimizer.reset()
-        self._broken = ""
-        self._num_accumulated = 0
+        self._pending.forget()
 
     def info(self) -> TrainInfo:
         """Sizes, counters and time spent."""
-        module = self.model.module
+        parameters = self.model.named_parameters().values()
         return TrainInfo(
             policy=self.name,
-            num_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
+            num_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             vocab_size=self.model.vocab_size,
             max_positions=self.model.max_positions,
             dtype="bfloat16" if self._settings.autocast else "float32",
             optimizer_step=self.optimizer_step,
             device=str(self._settings.device),
-            losses=tuple(LOSSES),
-            outputs=OUTPUTS,
+            losses=self._door.losses,
+            outputs=OFFERED[self.model.head],
             seconds=dict(self.seconds),
         )
 
@@ -201,17 +172,7 @@ class TorchPolicy:
     @property
     def has_gradient(self) -> bool:
         """Whether chunks were accumulated since the last optimizer step."""
-        return self._num_accumulated > 0 or bool(self._broken)
-
-    @contextmanager
-    def _whole_or_broken(self) -> Iterator[None]:
-        """A call that fails, also one that is refused, spoils the gradient: an `optim_step` that
-        is under way already would otherwise train on the other chunks alone."""
-        try:
-            yield
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            raise
+        return self._pending.exists
 
     @contextmanager
     def timed_publish(self) -> Iterator[None]:
@@ -225,40 +186,39 @@ class TorchPolicy:
         self,
         chunk: RowChunk,
         trained: BoolArray,
-        objective: Callable[[_Scores], Tensor],
-        found: dict[str, FloatArray],
-        *,
-        with_entropy: bool,
+        objective: Objective,
+        needed: tuple[str, ...],
+        found: dict[str, Array],
     ) -> float:
-        """Backward over the rows with something to train; the others are only scored, if asked."""
+        """Backward over the rows with something to train, given the outputs that the objective
+        needs; the other rows are only scored, if outputs are asked for."""
         wanted = scored_positions(chunk, chunk.inputs.get(OUTPUT_MASK))
         positions = trained | wanted if found else trained
         training_rows = rows_with(chunk, trained)
-        with_entropy = with_entropy or "entropy" in found
         totals: list[Tensor] = []
         for batch in self._micro_batches(chunk, training_rows, positions):
-            self._num_accumulated += 1
+            self._pending.added()
             with self._timed("forward"):
-                scores = self._scores(batch, chunk, with_entropy=with_entropy, grad=True)
-                total = objective(scores)
+                scored = self._score(batch, chunk, {*needed, *found}, grad=True)
+                total = objective(scored)
             with self._timed("backward"):
                 total.backward()  # type: ignore[no-untyped-call]
             totals.append(total.detach())
-            _record(scores, found)
+            _record(scored, found)
         if found:
             others = np.setdiff1d(rows_with(chunk, wanted), training_rows)
             self._score_rows(chunk, others, wanted, found)
         for values in found.values():
-            values[~wanted] = 0.0
+            values[~wanted] = 0
         return float(torch.stack(totals).double().sum()) if totals else 0.0
 
     def _score_rows(
-        self, chunk: RowChunk, rows: Array, positions: BoolArray, found: dict[str, FloatArray]
+        self, chunk: RowChunk, rows: Array, positions: BoolArray, found: dict[str, Array]
     ) -> None:
         for batch in self._micro_batches(chunk, rows, positions):
             with self._timed("forward"):
-                scores = self._scores(batch, chunk, with_entropy="entropy" in found, grad=False)
-            _record(scores, found)
+                scored = self._score(batch, chunk, set(found), grad=False)
+            _record(scored, found)
 
     def _micro_batches(
         self, chunk: RowChunk, rows: Array, positions: BoolArray
@@ -275,38 +235,15 @@ class TorchPolicy:
                 raise ServiceError("the train service is closing", retryable=False)
             yield batch
 
-    def _scores(
-        self, batch: MicroBatch, chunk: RowChunk, *, with_entropy: bool, grad: bool
-    ) -> _Scores:
-        settings = self._settings
+    def _score(
+        self, batch: MicroBatch, chunk: RowChunk, names: set[str], *, grad: bool
+    ) -> ScoredTokens:
         if self._checkpointing:
             # Checkpointing acts only in training mode; dropout is off in both.
             self.model.module.train(grad)
-        with (
-            torch.set_grad_enabled(grad),
-            torch.autocast(settings.device.type, torch.bfloat16, enabled=settings.autocast),
-        ):
-            logits = logits_at(self.model, batch)
-        target_ids = torch.from_numpy(chunk.token_ids[batch.targets].astype(np.int64))
         with torch.set_grad_enabled(grad):
-            logprobs, entropy = token_scores(
-                logits,
-                target_ids.to(settings.device),
-                temperature=chunk.temperature,
-                with_entropy=with_entropy,
-            )
-        return _Scores(batch.targets, logprobs, entropy)
-
-    # --- guards -------------------------------------------------------------------------------
-
-    def _check(self, chunk: RowChunk) -> None:
-        check_chunk(chunk, vocab_size=self.model.vocab_size, max_positions=self.model.max_positions)
-
-    def _require_trainable(self) -> None:
-        if not self.trainable:
-            raise ConfigError(
-                f"policy {self.name!r} was created with trainable=False: it accepts forward only"
-            )
+            outputs = outputs_at(self.model, batch, chunk, names, autocast=self._settings.autocast)
+        return ScoredTokens(batch.targets, outputs)
 
     @contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
@@ -322,57 +259,6 @@ class TorchPolicy:
         return time.perf_counter()
 
 
-def _new_outputs(chunk: RowChunk, names: tuple[str, ...]) -> dict[str, FloatArray]:
-    return {name: np.zeros(chunk.num_tokens, np.float32) for name in names}
-
-
-def _record(scores: _Scores, found: dict[str, FloatArray]) -> None:
+def _record(scored: ScoredTokens, found: dict[str, Array]) -> None:
     for name, array in found.items():
-        values = scores.logprobs if name == "logprobs" else scores.entropy
-        assert values is not None
-        array[scores.targets] = values.detach().cpu().numpy()
-
-
-def _loss_objective(
-    definition: LossDefinition,
-    loss: LossSpec,
-    inputs: Mapping[str, Array],
-    trained: BoolArray,
-    device: torch.device,
-) -> Callable[[_Scores], Tensor]:
-    """Sum of weight x term over the trained tokens alone: what an untrained one holds, be it NaN,
-    cannot reach the loss."""
-
-    def objective(scores: _Scores) -> Tensor:
-        logprobs, entropy, targets = scores.logprobs, scores.entropy, scores.targets
-        chosen = trained[targets]
-        if not chosen.all():
-            index = torch.from_numpy(np.flatnonzero(chosen)).to(device)
-            logprobs = logprobs.index_select(0, index)
-            entropy = None if entropy is None else entropy.index_select(0, index)
-            targets = targets[chosen]
-        tensors = {k: _as_tensor(v, targets, device) for k, v in inputs.items()}
-        term = definition.term(logprobs, tensors, loss.config, entropy)
-        total: Tensor = (term * tensors["weight"]).sum()
-        return total
-
-    return objective
-
-
-def _gradient_objective(
-    gradients: Mapping[str, FloatArray], device: torch.device
-) -> Callable[[_Scores], Tensor]:
-    def objective(scores: _Scores) -> Tensor:
-        total = scores.logprobs.new_zeros(())
-        for name, gradient in gradients.items():
-            values = scores.logprobs if name == "logprobs" else scores.entropy
-            assert values is not None
-            total = total + (values * _as_tensor(gradient, scores.targets, device)).sum()
-        return total
-
-    return objective
-
-
-def _as_tensor(values: Array, targets: Array, device: torch.device) -> Tensor:
-    """The entries at `targets`, in float32."""
-    return torch.from_numpy(values[targets].astype(np.float32, copy=False)).to(device)
+        array[scored.targets] = scored.outputs[name].detach().cpu().numpy()

@@ -27,6 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_serve(commands)
     _add_store(commands)
+    _add_algorithms(commands)
     return parser
 
 
@@ -128,6 +129,20 @@ def _add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     from nexrl.cli.store import add_store_commands
 
     add_store_commands(commands)
+
+
+def _add_algorithms(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("algorithms", help="list algorithms, or show one")
+    parser.set_defaults(run=_algorithms, name=None)
+    actions = parser.add_subparsers(dest="algorithms_action", metavar="ACTION")
+    show = actions.add_parser("show", help="print what a preset sets, its formula and its source")
+    show.add_argument("name", metavar="NAME", help="a preset, or an advantage, loss or correction")
+
+
+def _algorithms(args: argparse.Namespace) -> int:
+    from nexrl.cli.algorithms import show_algorithms
+
+    return show_algorithms(args.name)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nexrl.algorithms.preference_losses import PREFERENCE_LOSSES
+from nexrl.config.rule import family_of, uses_critic
 from nexrl.config.schema import RunConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -78,8 +80,7 @@ def estimate_memory(config: RunConfig, model: ModelSize, *, row_tokens: int) -> 
         trained = config.data.batch_size * config.data.rollout_repeat_n * row_tokens
         tokens = max(min(train.micro_batch_tokens, trained), row_tokens)
         parts = [("weights", weights), ("gradients", weights), ("AdamW moments", 2 * weights)]
-        if config.trainer.type == "grpo" and config.trainer.algorithm.kl.coefficient > 0:
-            parts.append(("reference policy", weights))
+        parts += [(f"{name} policy", size * weights) for name, size in further_policies(config)]
         parts.append(("logits of a micro-batch", 2 * _FLOAT32 * tokens * model.vocab_size))
         items += [
             MemoryItem(what=f"train: {w}", num_bytes=n, device=train.device) for w, n in parts
@@ -95,6 +96,23 @@ def estimate_memory(config: RunConfig, model: ModelSize, *, row_tokens: int) -> 
             for w, n in parts
         ]
     return items
+
+
+def further_policies(config: RunConfig) -> list[tuple[str, int]]:
+    """Policies beside the one that is trained, each with its size in copies of the weights.
+
+    A critic also has gradients and two moments. A teacher is of another size, which is not known
+    here.
+    """
+    algorithm, found = config.trainer.algorithm, []
+    family = family_of(config)
+    if family == "rl" and algorithm.kl.coefficient > 0:
+        found.append(("reference", 1))
+    if family == "preference" and PREFERENCE_LOSSES[algorithm.preset].needs_reference:
+        found.append(("reference", 1))
+    if family == "rl" and uses_critic(config):
+        found.append(("critic", 4))
+    return found
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nexrl.algorithms.filters import GROUP_FILTERS
 from nexrl.cli.memory_estimate import ModelSize, model_size
 from nexrl.cli.plan_text import (
     ROWS_READ,
@@ -25,7 +26,7 @@ from nexrl.cli.plan_text import (
     SourceSample,
 )
 from nexrl.config.loader import LoadedConfig, StageConfig
-from nexrl.config.rules import CONSTANT_REWARD, source_name
+from nexrl.config.rules import source_name
 from nexrl.config.schema import RunConfig, SourceConfig
 from nexrl.config.user_code import load_user_object
 from nexrl.data.sources import load_filter, open_source
@@ -35,12 +36,20 @@ from nexrl.rendering.renderer import HfRenderer, load_renderer
 from nexrl.rollout.build import worker_class
 from nexrl.rollout.prompts import PromptBuilder
 from nexrl.services.reward.local import LocalRewardService, load_reward_service
+from nexrl.services.reward.service_class import TimedReward
 from nexrl.trainer.build import trainer_class
 
 _COUNT_BUDGET_S = 1.0
 """Seconds for reading one source beyond the rows that are checked, to count its items."""
 _PROBE_DEADLINE_S = 5.0
 """Seconds for scoring one row's own answer."""
+_COLUMNS = {
+    "supervised": ("answer_key",),
+    "preference": ("chosen_key", "rejected_key"),
+    "labelled": ("answer_key", "label_key"),
+    "process": ("steps_key", "label_key"),
+}
+"""Settings of `data` that name the columns which a built-in worker reads beside the prompt."""
 _FACTORY_KEY = "service.train_service.model_factory"
 
 Row = Mapping[str, Any]
@@ -160,7 +169,7 @@ class RecipeProbe:
             trainer_class(config.trainer, recipe_dir)
         for index, name in enumerate(config.trajectory_pool.dynamic_sampling.filters):
             key = f"trajectory_pool.dynamic_sampling.filters.{index}"
-            if name != CONSTANT_REWARD:
+            if name not in GROUP_FILTERS:
                 with self._reported():
                     function = load_user_object(name, recipe_dir=recipe_dir, key=key)
                     _check_accepts(function, key, name, "group")
@@ -171,6 +180,7 @@ class RecipeProbe:
         """Read and check the first rows of each source, appending them to `rows`."""
         samples = []
         worker = config.rollout_worker.type
+        columns = tuple(getattr(config.data, name) for name in _COLUMNS.get(worker, ()))
         for index, source in enumerate(sources):
             with self._reported():
                 found = open_source(
@@ -179,7 +189,7 @@ class RecipeProbe:
                     recipe_dir=self._loaded.recipe_dir,
                     limit=ROWS_READ,
                     needs_prompt=worker != "custom",
-                    needs_columns=(config.data.answer_key,) if worker == "supervised" else (),
+                    needs_columns=columns,
                     key=f"{key}.{index}",
                 )
                 rows += found.rows
@@ -242,7 +252,7 @@ async def _score_own_answer(config: RunConfig, recipe_dir: Path, rows: Sequence[
     try:
         if worker.type == "custom":
             return ""  # the worker decides what the function gets
-        if rows and isinstance(service, LocalRewardService):
+        if rows and isinstance(service, LocalRewardService | TimedReward):
             service.check_row(rows[0])
         answer = rows[0].get(config.data.answer_key) if rows else None
         if not isinstance(answer, str):
@@ -254,8 +264,8 @@ async def _score_own_answer(config: RunConfig, recipe_dir: Path, rows: Sequence[
         return f"rollout_worker.reward on the first row's own answer {answer!r:.60}: {error}"
     finally:
         await service.aclose()
-    if result.value is None or result.value > 0:
-        return ""
+    if result.value is None or result.value > 0 or not isinstance(service, LocalRewardService):
+        return ""  # scores of a trained model have no zero
     return (
         f"rollout_worker.reward gives {result.value:g} to the first row's own answer "
         f"{answer!r:.60} (column {config.data.answer_key}): is that the column it compares with?"

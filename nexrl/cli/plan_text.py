@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,8 +17,10 @@ from nexrl.cli.memory_estimate import (
     estimate_memory,
     human_bytes,
 )
+from nexrl.cli.plan_algorithm import algorithm_lines, algorithm_warnings
 from nexrl.config.loader import MAIN_STAGE, LoadedConfig
-from nexrl.config.rules import GROUP_RELATIVE_ADVANTAGES, RL_TRAINERS
+from nexrl.config.nodes import Origin
+from nexrl.config.rules import OFFLINE_WORKERS
 from nexrl.config.schema import RunConfig
 
 ROWS_READ = 20
@@ -130,12 +132,13 @@ def build_plan(
     stages, memory = [], dict[str, MemoryItem]()
     for stage, seen in zip(loaded.stages, inspections, strict=True):
         prefix = "" if stage.name == MAIN_STAGE else f"stage {stage.name}: "
-        stage_findings = [*seen.findings, *_lint(stage.config, seen, model)]
+        warned = map(_warning, algorithm_warnings(stage.config, stage.provenance))
+        stage_findings = [*seen.findings, *warned, *_lint(stage.config, seen, model)]
         findings += [Finding(severity=f.severity, text=prefix + f.text) for f in stage_findings]
         stages.append(
             StagePlan(
                 name=stage.name,
-                lines=list(_lines(stage.config, seen)),
+                lines=list(_lines(stage.config, seen, stage.provenance)),
                 first_prompt=seen.prompts.first_text if seen.prompts else "",
             )
         )
@@ -167,10 +170,12 @@ def _num_items(samples: Sequence[SourceSample]) -> int | None:
     return sum(known) if known and len(known) == len(counts) else None
 
 
-def _lines(config: RunConfig, seen: Inspection) -> Iterable[tuple[str, str]]:
+def _lines(
+    config: RunConfig, seen: Inspection, origins: Mapping[str, Origin]
+) -> Iterable[tuple[str, str]]:
     data, trainer, worker = config.data, config.trainer, config.rollout_worker
     rollouts = data.batch_size * data.rollout_repeat_n
-    yield "trainer", _trainer_words(config)
+    yield from algorithm_lines(config, origins)
     yield "worker", worker.type
     yield "scorer", seen.scorer
     yield "data", _sources_words(seen.sources)
@@ -187,20 +192,6 @@ def _lines(config: RunConfig, seen: Inspection) -> Iterable[tuple[str, str]]:
     yield "validation", _validation_words(config, seen)
 
 
-def _trainer_words(config: RunConfig) -> str:
-    trainer = config.trainer
-    if trainer.type == "custom":
-        return f"{trainer.custom_trainer_class_name} of {trainer.custom_trainer_module_path}"
-    if trainer.type not in RL_TRAINERS:
-        return trainer.type
-    algorithm = trainer.algorithm
-    kl = f", KL {algorithm.kl.coefficient:g}" if algorithm.kl.coefficient else ""
-    return (
-        f"{trainer.type}: advantage {algorithm.advantage}, loss {algorithm.loss.name}, "
-        f"{algorithm.loss.aggregation}{kl}"
-    )
-
-
 def _sources_words(samples: Sequence[SourceSample]) -> str:
     words = [
         f"{s.name} ({'?' if s.num_items is None else s.num_items} items, {s.num_read} read)"
@@ -215,11 +206,13 @@ def _tokens_words(config: RunConfig, seen: Inspection, rollouts: int) -> str:
     if config.rollout_worker.type == "custom":
         return f"as the worker draws; {drawn} at most per completion"
     if prompt is None:
-        supervised = config.rollout_worker.type == "supervised"
-        return f"{rollouts} x (prompt + {'answer' if supervised else f'at most {drawn}'})"
+        offline = config.rollout_worker.type in OFFLINE_WORKERS
+        return f"{rollouts} x (prompt + {'what the row holds' if offline else f'at most {drawn}'})"
     bound = "data.max_prompt_tokens" if config.data.max_prompt_tokens else "longest sampled prompt"
-    if config.rollout_worker.type == "supervised":
-        return f"{rollouts} x (prompt of up to {prompt} + answer); {prompt} is the {bound}"
+    if config.rollout_worker.type in OFFLINE_WORKERS:
+        return (
+            f"{rollouts} x (prompt of up to {prompt} + what the row holds); {prompt} is the {bound}"
+        )
     return (
         f"at most {rollouts * (prompt + drawn):,} = {rollouts} x ({prompt} prompt + {drawn} "
         f"completion); {prompt} is the {bound}"
@@ -261,21 +254,15 @@ def _validation_words(config: RunConfig, seen: Inspection) -> str:
 
 def _lint(config: RunConfig, seen: Inspection, model: ModelSize | None) -> Iterable[Finding]:
     """Settings that work and are probably not meant."""
-    trainer, algorithm = config.trainer, config.trainer.algorithm
+    trainer, worker = config.trainer, config.rollout_worker.type
     if seen.prompts and seen.prompts.num_leading_bos > 1:
         yield _problem(
             f"the first rendered prompt starts with {seen.prompts.num_leading_bos} BOS tokens; "
             "the chat template writes one and the tokenizer adds another"
         )
-    is_dr_grpo = trainer.type in RL_TRAINERS and algorithm.advantage == "dr_grpo"
-    if is_dr_grpo and algorithm.loss.aggregation != "constant":
+    if worker in OFFLINE_WORKERS and config.data.rollout_repeat_n > 1:
         yield _warning(
-            "trainer.algorithm.advantage dr_grpo is meant for loss.aggregation constant, got "
-            f"{algorithm.loss.aggregation}: other denominators bring the length bias back"
-        )
-    if config.rollout_worker.type == "supervised" and config.data.rollout_repeat_n > 1:
-        yield _warning(
-            f"data.rollout_repeat_n is {config.data.rollout_repeat_n}, and supervised rows of one "
+            f"data.rollout_repeat_n is {config.data.rollout_repeat_n}, and {worker} rows of one "
             "item are all equal: each is trained that many times"
         )
     if trainer.type == "custom" and config.rollout_worker.sampling.top_p < 1:
@@ -286,12 +273,6 @@ def _lint(config: RunConfig, seen: Inspection, model: ModelSize | None) -> Itera
         yield _warning(
             f"trainer.optimizer.warmup_steps {trainer.optimizer.warmup_steps} is longer than the "
             f"stage's {trainer.num_steps * trainer.num_optimizer_steps} optimizer steps"
-        )
-    kept = config.rollout_worker.failure_policy.min_group_size
-    if kept == 1 and algorithm.advantage in GROUP_RELATIVE_ADVANTAGES:
-        yield _warning(
-            "rollout_worker.failure_policy.min_group_size is 1: a group that shrinks to one "
-            "member has advantage 0"
         )
     yield from _lint_lengths(config, seen, model)
 

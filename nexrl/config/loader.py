@@ -1,8 +1,9 @@
 """From a recipe folder to a RunConfig: files, inheritance, overrides, references, schema, rules.
 
 Order: `rl_train.yaml` on top of its `defaults:` (`nodes.py`), the command line on top of both
-(`overrides.py`), `${...}` resolved (`references.py`), types and ranges (`schema.py`), rules between
-keys (`rules.py`). Every problem found is raised in one ConfigError.
+(`overrides.py`), `${...}` resolved (`references.py`), what names bring with them put below
+(`implied.py`), types and ranges (`schema.py`), rules between keys (`rules.py`). Every problem found
+is raised in one ConfigError.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from nexrl.config.fields import wants_text
-from nexrl.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, merge, read_yaml
+from nexrl.config.implied import implied_settings
+from nexrl.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, merge, read_yaml, wrap
 from nexrl.config.overrides import apply_overrides, parse_overrides
 from nexrl.config.problems import raise_problems, schema_problems
 from nexrl.config.redact import secret_values
 from nexrl.config.references import resolve_references
 from nexrl.config.rules import rule_problems
 from nexrl.config.schema import RunConfig
+from nexrl.config.shorthands import expand_shorthands
 from nexrl.config.stages import split_stages
 from nexrl.errors import ConfigError
 
@@ -86,7 +89,7 @@ def load_run_config(recipe: Path, overrides: Sequence[str] = ()) -> LoadedConfig
                 StageConfig(name=name, config=stage.config, provenance=stage.provenance())
             )
     raise_problems(problems, recipe=path.name)
-    raw = whole.tree.plain()
+    raw = whole.written.plain()
     return LoadedConfig(
         config=whole.require_config(),
         recipe_dir=recipe_dir,
@@ -106,27 +109,37 @@ def settings_alone(overrides: Sequence[str]) -> RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A tree with its references resolved, as the schema sees it."""
+    """A tree as the schema sees it."""
 
+    written: Node
+    """References resolved and shorthands expanded."""
     tree: Node
+    """The same on top of what its names bring with them."""
     config: RunConfig | None
     problems: tuple[str, ...]
     secrets: frozenset[str]
 
     @classmethod
     def of(cls, tree: Node) -> _Checked:
-        defaults = json.loads(RunConfig().model_dump_json(by_alias=True))
-        resolved = resolve_references(tree, defaults=defaults, is_text=wants_text)
-        problems = list(resolved.problems.values())
+        defaults = wrap(json.loads(RunConfig().model_dump_json(by_alias=True)), DEFAULT)
+        names = resolve_references(tree, defaults=defaults.plain(), is_text=wants_text).tree
+        implied, problems = implied_settings(expand_shorthands(names))
+        # Again, now that a reference to a setting of the preset has its value.
+        resolved = resolve_references(
+            tree, defaults=merge(defaults, implied).plain(), is_text=wants_text
+        )
+        written = expand_shorthands(resolved.tree)
+        whole = merge(implied, written)
+        problems = [*resolved.problems.values(), *problems]
         config = None
         try:
-            text = json.dumps(resolved.tree.plain())
+            text = json.dumps(whole.plain())
             config = RunConfig.model_validate_json(text, strict=True)
         except ValidationError as error:
-            origins = resolved.tree.origins()
-            problems += schema_problems(error, origins, without=resolved.problems.keys())
+            problems += schema_problems(error, whole.origins(), without=resolved.problems.keys())
         return cls(
-            tree=resolved.tree,
+            written=written,
+            tree=whole,
             config=None if problems else config,
             problems=tuple(problems),
             secrets=resolved.secrets,
@@ -161,7 +174,7 @@ def _read_with_defaults(path: Path, recipe_dir: Path, open_files: tuple[Path, ..
     if path in open_files:
         chain = " -> ".join(_display(p, recipe_dir) for p in (*open_files, path))
         raise ConfigError(f"defaults form a cycle: {chain}")
-    tree = read_yaml(path, _display(path, recipe_dir))
+    tree = expand_shorthands(read_yaml(path, _display(path, recipe_dir)))
     own = dict(tree.value)
     bases = own.pop("defaults", None)
     merged = Node({}, tree.origin)

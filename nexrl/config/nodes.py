@@ -11,7 +11,7 @@ date is a text, where YAML 1.1 would surprise.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,19 @@ class Origin:
     """Where a value came from."""
 
     file: str
-    """A file relative to the recipe folder, `command line` or `default`."""
+    """A file relative to the recipe folder, `command line`, `default`, or what brought the value
+    with it: `preset dapo`."""
     line: int = 0
     """Line in that file, from 1; 0 when it is not a file."""
+    implied: bool = False
+    """Whether nobody wrote it: a default, or what came with something that was written."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
 COMMAND_LINE = Origin("command line")
-DEFAULT = Origin("default")
+DEFAULT = Origin("default", implied=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def dotted(path: KeyPath) -> str:
 
 def wrap(value: Any, origin: Origin) -> Node:
     """A plain value as a tree whose nodes all have one origin."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return Node({k: wrap(v, origin) for k, v in value.items()}, origin, origin)
     if isinstance(value, list):
         return Node([wrap(v, origin) for v in value], origin, origin)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nexrl.config.nodes import COMMAND_LINE, Node, dotted, merge, parse_value, wrap
+from nexrl.config.shorthands import expand_shorthands
 from nexrl.errors import ConfigError
 
 _INDEX = re.compile(r"\[(\w+)\]")
@@ -42,7 +43,7 @@ def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
             node = wrap(parse_value(value), COMMAND_LINE)
         except ConfigError as error:
             raise ConfigError(f"{dotted(parts)}={value}: {error}") from error
-        overrides.append(Override(parts, node))
+        overrides.append(Override(parts, expand_shorthands(node, parts)))
     return tuple(overrides)
 
 

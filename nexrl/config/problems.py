@@ -14,10 +14,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nexrl.algorithms.presets import PRESETS
 from nexrl.config.fields import ITEM, Field, all_fields, find_field, keys_of
 from nexrl.config.nodes import KeyPath, Origin, dotted, parse_value
 from nexrl.config.redact import REDACTED, is_secret_key, redact
 from nexrl.config.schema import RunConfig
+from nexrl.config.shorthands import shorthand_key
 from nexrl.errors import ConfigError
 
 _NUMBER_LIKE = re.compile(r"[-+.\w]+")
@@ -75,8 +77,11 @@ def _sentence(kind: str, path: KeyPath, value: Any) -> str:
             f"{dotted(path)} is missing; {field.key if field else dotted(path)} must be {accepted}"
         )
     if field and field.kind == "section":
-        accepted = "a mapping of settings"
+        word = shorthand_key(path)
+        accepted = "a mapping of settings" + (f", or its {word} as one word" if word else "")
     hint = _type_hint(value, field)
+    if field and field.path == ("trainer", "type") and value in PRESETS:
+        hint = f"; write trainer.algorithm: {value}"
     return f"{dotted(path)} must be {accepted}, got {show(value, str(path[-1]))}{hint}"
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from nexrl.config.fields import ITEM, Field, all_fields
+from nexrl.config.nodes import dotted
+from nexrl.config.shorthands import SHORTHANDS
 from nexrl.config.stages import STAGE_SECTIONS
 
 COMMAND = "python -m nexrl.config.reference > docs/configuration.md"
@@ -57,6 +59,28 @@ service:
   before anything starts, all of them in one message, each with its key, its value, what is accepted and
   the file and line. `nexrl plan RECIPE --provenance` shows where each value comes from.
 
+## Algorithms
+
+`trainer.algorithm: dapo` chooses a preset: settings that lie below everything that is written, so each of
+them can be overridden. `nexrl algorithms` lists the presets and the parts they are made of,
+`nexrl algorithms show dapo` prints one with its formula.
+
+```yaml
+trainer:
+  algorithm:
+    preset: dapo
+    advantage: rloo           # one word for `{{name: rloo}}`
+    loss: {{clip_high: 0.3}}
+    correction: tis           # one word for `{{preset: tis}}`
+```
+
+- **One word** stands for a section's name: `{"`, `".join(map(dotted, SHORTHANDS))}`.
+  On the command line too: `trainer.algorithm=rloo` changes the preset and nothing else that is written.
+- **Another name** in place of a preset's loss, estimator or correction drops the preset's settings of
+  that part: the clip range of ppo says nothing about cispo.
+- **What a name brings**: a correction its level, action and bounds, and `recompute_proximal`; a loss that
+  is defined for one denominator its `aggregation`; remax its `greedy_baseline`.
+
 ## Stages
 
 `stages` is a list of named settings on top of the recipe, run one after another; each starts from the
@@ -66,11 +90,10 @@ seed hold for the whole run.
 ```yaml
 stages:
   - name: warmup
-    rollout_worker: {{type: supervised}}
     data: {{rollout_repeat_n: 1}}
-    trainer: {{type: sft, num_steps: 100}}
+    trainer: {{algorithm: sft, num_steps: 100}}
   - name: rl
-    trainer: {{type: grpo, num_steps: 200}}
+    trainer: {{algorithm: dapo, num_steps: 200}}
 ```
 """
 

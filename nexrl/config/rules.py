@@ -7,42 +7,45 @@ the plan, not here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from urllib.parse import urlsplit
 
+from nexrl.algorithms.filters import CONSTANT_REWARD, GROUP_FILTERS
+from nexrl.algorithms.presets import PRESETS
 from nexrl.config.nodes import Origin
 from nexrl.config.problems import origin_of
-from nexrl.config.redact import redact_text
-from nexrl.config.schema import RunConfig, SamplingConfig, SourceConfig
+from nexrl.config.rule import (
+    Broken,
+    family_of,
+    is_reference,
+    is_rl,
+    not_a_reference,
+    uses_reward,
+)
+from nexrl.config.rules_algorithm import ALGORITHM_RULES
+from nexrl.config.rules_services import SERVICE_RULES
+from nexrl.config.schema import RunConfig, SourceConfig
 
-Broken = tuple[str, ...]
-"""A sentence, and the keys that it speaks of: the first that is written is shown with its line."""
-RL_TRAINERS = ("grpo",)
-"""Built-in trainers that learn from rewards on sampled tokens."""
-GROUP_RELATIVE_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
-"""Estimators that compare the rollouts of one item: a group of one has advantage 0."""
-UNBOUNDED_LOSSES = ("importance_sampling", "reinforce")
-"""Losses whose update is not bounded when the tokens come from an older policy."""
-_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
-CONSTANT_REWARD = "constant_reward"
-"""The built-in filter of trajectory_pool.dynamic_sampling."""
+OFFLINE_WORKERS = ("supervised", "preference", "labelled", "process")
+"""Built-in workers that read their rows: nothing is sampled, and nothing is scored."""
+_DRAWN_IN_VALIDATION = ("single_turn", "supervised")
+"""Built-in workers whose held-out items are answered; others are judged by their own loss."""
 
 
 def rule_problems(config: RunConfig, origins: Mapping[str, Origin]) -> list[str]:
     """A sentence for every broken rule, in the order of the sections, with where it was written."""
-    return [
-        text
-        + next((origin_of(tuple(key.split(".")), origins) for key in keys if key in origins), "")
-        for rule in RULES
-        for text, *keys in rule(config)
+    found = [
+        *(broken for rule in RULES for broken in rule(config)),
+        *(broken for rule in ALGORITHM_RULES for broken in rule(config, origins)),
+        *(broken for rule in SERVICE_RULES for broken in rule(config)),
     ]
+    return [text + _where(keys, origins) for text, *keys in found]
 
 
-def is_rl(config: RunConfig) -> bool:
-    """Whether the built-in trainer learns from rewards on sampled tokens."""
-    return config.trainer.type in RL_TRAINERS
+def _where(keys: Sequence[str], origins: Mapping[str, Origin]) -> str:
+    """Line of the first key that is written, else of the first that came with something written."""
+    known = sorted((key for key in keys if key in origins), key=lambda k: origins[k].implied)
+    return origin_of(tuple(known[0].split(".")), origins) if known else ""
 
 
 def source_name(source: SourceConfig) -> str:
@@ -65,8 +68,8 @@ def _sources(key: str, sources: Sequence[SourceConfig]) -> Iterator[Broken]:
                 f"{here}.arguments are keywords of a factory, and {here}.factory is not set",
                 f"{here}.arguments",
             )
-        if source.factory and not _is_reference(source.factory):
-            yield _not_a_reference(f"{here}.factory", source.factory)
+        if source.factory and not is_reference(source.factory):
+            yield not_a_reference(f"{here}.factory", source.factory)
     names = [source_name(source) for source in sources]
     for name in sorted({name for name in names if name and names.count(name) > 1}):
         yield f"{key} has {names.count(name)} sources named {name!r}; give each its own `name`", key
@@ -88,8 +91,8 @@ def data_sources(config: RunConfig) -> Iterator[Broken]:
             "data.prompt_key",
             "data.messages_key",
         )
-    if data.filter is not None and not _is_reference(data.filter):
-        yield _not_a_reference("data.filter", data.filter)
+    if data.filter is not None and not is_reference(data.filter):
+        yield not_a_reference("data.filter", data.filter)
 
 
 def batch_sizes(config: RunConfig) -> Iterator[Broken]:
@@ -146,35 +149,69 @@ def custom_types(config: RunConfig) -> Iterator[Broken]:
 def rewards(config: RunConfig) -> Iterator[Broken]:
     """Learning from rewards, and judging accuracy, need something that scores."""
     worker, validate = config.rollout_worker, config.validate_
-    if worker.reward is not None and not _is_reference(worker.reward):
-        yield _not_a_reference("rollout_worker.reward", worker.reward)
+    if worker.reward is not None and not is_reference(worker.reward):
+        yield not_a_reference("rollout_worker.reward", worker.reward)
     if worker.reward_arguments and worker.reward is None:
         yield (
             "rollout_worker.reward_arguments are keywords of rollout_worker.reward, which is "
             "not set",
             "rollout_worker.reward_arguments",
         )
-    if is_rl(config) and worker.type == "supervised":
+    if is_rl(config) and uses_reward(config) and _lacks_reward(config):
         yield (
-            f"trainer.type {config.trainer.type} learns from rewards on sampled tokens; "
-            "rollout_worker.type supervised has neither: use trainer.type sft, or "
-            f"rollout_worker.type single_turn or custom",
-            "rollout_worker.type",
-        )
-    elif is_rl(config) and worker.type == "single_turn" and worker.reward is None:
-        yield (
-            f"rollout_worker.reward must be set for trainer.type {config.trainer.type} "
-            "with rollout_worker.type single_turn: `path.py:name` or `package.module:name` "
-            f"of a reward function",
+            f"rollout_worker.reward must be set for trainer.algorithm: "
+            f"{config.trainer.algorithm.preset} with rollout_worker.type single_turn: "
+            "`path.py:name` or `package.module:name` of a reward function",
             "rollout_worker.reward",
-            "trainer.type",
+            "trainer.algorithm",
         )
-    elif validate.enabled and worker.type != "custom" and worker.reward is None:
+    elif validate.enabled and worker.type in _DRAWN_IN_VALIDATION and worker.reward is None:
         yield (
             "validate.enabled needs rollout_worker.reward to judge accuracy: `path.py:name` or "
             "`package.module:name` of a reward function",
             "validate.enabled",
         )
+
+
+def _lacks_reward(config: RunConfig) -> bool:
+    worker = config.rollout_worker
+    return worker.type == "single_turn" and worker.reward is None
+
+
+def rows(config: RunConfig) -> Iterator[Broken]:
+    """The worker makes the rows that the trainer trains, from columns that differ."""
+    family, data, worker = family_of(config), config.data, config.rollout_worker.type
+    if family is not None and worker != "custom":
+        preset = PRESETS[config.trainer.algorithm.preset]
+        wanted = preset.settings.get("rollout_worker", {}).get("type", "single_turn")
+        if worker != wanted:
+            reason = (
+                "it learns on sampled tokens"
+                if family == "rl"
+                else f"it needs {preset.needs[0]}, which are not sampled"
+            )
+            yield (
+                f"rollout_worker.type must be {wanted} or custom for trainer.algorithm: "
+                f"{preset.name}, got {worker}: {reason}{_trainers_of(worker)}",
+                "rollout_worker.type",
+                "trainer.algorithm",
+            )
+    if data.chosen_key == data.rejected_key:
+        yield (
+            f"data.chosen_key and data.rejected_key must differ, both are {data.chosen_key!r}",
+            "data.chosen_key",
+            "data.rejected_key",
+        )
+
+
+def _trainers_of(worker: str) -> str:
+    """`; its rows are trained by dpo, ipo`, by what presets bring."""
+    names = [
+        name
+        for name, preset in PRESETS.items()
+        if preset.settings.get("rollout_worker", {}).get("type") == worker
+    ]
+    return f"; rows of {worker} are trained by {', '.join(names)}" if names else ""
 
 
 def sampling(config: RunConfig) -> Iterator[Broken]:
@@ -215,18 +252,20 @@ def prompts(config: RunConfig) -> Iterator[Broken]:
 def dynamic_sampling(config: RunConfig) -> Iterator[Broken]:
     """Filters exist, and refilling has something to refill."""
     dynamic = config.trajectory_pool.dynamic_sampling
-    key = "trajectory_pool.dynamic_sampling"
+    key, worker = "trajectory_pool.dynamic_sampling", config.rollout_worker
     for index, name in enumerate(dynamic.filters):
-        if name != CONSTANT_REWARD and not _is_reference(name):
+        if name not in GROUP_FILTERS and not is_reference(name):
             yield (
-                f"{key}.filters.{index} must be {CONSTANT_REWARD} or a user function "
+                f"{key}.filters.{index} must be {' or '.join(GROUP_FILTERS)}, or a user function "
                 f"`path.py:name`, got {name!r}",
                 f"{key}.filters.{index}",
             )
-    if CONSTANT_REWARD in dynamic.filters and config.rollout_worker.type == "supervised":
+    if CONSTANT_REWARD in dynamic.filters and (
+        worker.type in OFFLINE_WORKERS or _lacks_reward(config)
+    ):
         yield (
             f"{key}.filters: {CONSTANT_REWARD} would drop every group, since rows of "
-            f"rollout_worker.type supervised have no reward",
+            f"rollout_worker.type {worker.type} have no reward",
             f"{key}.filters",
         )
     if dynamic.refill_factor and not dynamic.filters:
@@ -267,33 +306,6 @@ def staleness(config: RunConfig) -> Iterator[Broken]:
         )
 
 
-def advantages(config: RunConfig) -> Iterator[Broken]:
-    """The gradient is not zero by construction, and is bounded off-policy."""
-    if not is_rl(config):
-        return
-    algorithm, steps = config.trainer.algorithm, config.trainer.num_optimizer_steps
-    if algorithm.advantage in GROUP_RELATIVE_ADVANTAGES and config.data.rollout_repeat_n == 1:
-        yield (
-            "data.rollout_repeat_n must be at least 2 for trainer.algorithm.advantage "
-            f"{algorithm.advantage}, got 1: a group of one always has advantage 0",
-            "data.rollout_repeat_n",
-            "trainer.algorithm.advantage",
-        )
-    off_policy = config.weight.staleness_threshold > 0 or steps > 1
-    if off_policy and algorithm.loss.name in UNBOUNDED_LOSSES and algorithm.trust_region == "auto":
-        reason = (
-            f"trainer.num_optimizer_steps is {steps}"
-            if steps > 1
-            else f"weight.staleness_threshold is {config.weight.staleness_threshold}"
-        )
-        yield (
-            f"trainer.algorithm.loss.name {algorithm.loss.name} is unbounded and {reason}, so "
-            "tokens are trained off-policy: use ppo, or write trainer.algorithm.trust_region: "
-            f"none to allow it",
-            "trainer.algorithm.loss.name",
-        )
-
-
 def optimizer(config: RunConfig) -> Iterator[Broken]:
     """Numbers that the schema cannot bound."""
     for index, beta in enumerate(config.trainer.optimizer.betas):
@@ -331,114 +343,16 @@ def validation(config: RunConfig) -> Iterator[Broken]:
         )
 
 
-def lengths(config: RunConfig) -> Iterator[Broken]:
-    """A prompt and its completion fit into the context."""
-    context = config.service.inference_service.max_context
-    if context is None:
-        return
-    longest = config.data.max_prompt_tokens
-    drawn: list[tuple[str, SamplingConfig]] = [
-        ("rollout_worker.sampling", config.rollout_worker.sampling)
-    ]
-    if config.validate_.enabled:
-        drawn.append(("validate.sampling", config.validate_.sampling))
-    for key, parameters in drawn:
-        if parameters.max_tokens >= context:
-            yield (
-                f"{key}.max_tokens must be less than service.inference_service.max_context = "
-                f"{context}, got {parameters.max_tokens}",
-                f"{key}.max_tokens",
-            )
-    if longest is not None and longest >= context:
-        yield (
-            "data.max_prompt_tokens must be less than service.inference_service.max_context = "
-            f"{context}, got {longest}",
-            "data.max_prompt_tokens",
-        )
-
-
 def run_wide(config: RunConfig) -> Iterator[Broken]:
     """Settings of the run as a whole."""
     if config.resume == "":
         yield "resume must be a run folder, `latest` or null, got ''", "resume"
 
 
-def inference(config: RunConfig) -> Iterator[Broken]:
-    """An engine is either ours to start or already somewhere."""
-    key = "service.inference_service"
-    settings = config.service.inference_service
-    if settings.engine == "openai" and not settings.url:
-        yield (
-            f"{key}.engine openai needs {key}.url, for example http://127.0.0.1:8000/v1",
-            f"{key}.engine",
-        )
-    if settings.engine == "openai" and settings.placement == "in_process":
-        yield (
-            f"{key}.placement in_process is only for engine builtin; an openai engine runs "
-            f"elsewhere",
-            f"{key}.placement",
-        )
-    elif settings.url and settings.placement == "in_process":
-        yield _both_placed(key)
-    yield from _address(key, settings.url, settings.api_key)
-    yield from _device(key, settings.device)
-
-
-def training(config: RunConfig) -> Iterator[Broken]:
-    """The model comes from exactly one place."""
-    key = "service.train_service"
-    settings = config.service.train_service
-    if settings.model_path and settings.model_factory:
-        yield (
-            f"{key}.model_path and {key}.model_factory exclude each other, got both",
-            f"{key}.model_factory",
-        )
-    if not (settings.model_path or settings.model_factory or settings.url):
-        yield (
-            f"{key} needs a model: model_path (a Hugging Face model folder), model_factory "
-            f"(`path.py:name`), or the url of a running train server; got none",
-            key,
-        )
-    if settings.model_factory and not _is_reference(settings.model_factory):
-        yield _not_a_reference(f"{key}.model_factory", settings.model_factory)
-    if settings.url and settings.placement == "in_process":
-        yield _both_placed(key)
-    yield from _address(key, settings.url, settings.api_key)
-    yield from _device(key, settings.device)
-
-
-def determinism(config: RunConfig) -> Iterator[Broken]:
-    """Same bits whatever the order of requests: only our own engine promises it."""
-    if not config.deterministic:
-        return
-    engine = config.service.inference_service.engine
-    if engine != "builtin":
-        yield (
-            f"deterministic: true needs service.inference_service.engine builtin, got {engine}: "
-            f"other engines promise only the distribution",
-            "deterministic",
-        )
-    if config.weight.mode != "sync":
-        yield (
-            f"deterministic: true needs weight.mode sync, got {config.weight.mode}",
-            "deterministic",
-        )
-
-
 RULES = (
-    *(run_wide, data_sources, batch_sizes, custom_types, rewards, sampling, prompts),
-    *(dynamic_sampling, staleness, advantages, optimizer, validation, lengths),
-    *(inference, training, determinism),
+    *(run_wide, data_sources, batch_sizes, custom_types, rows, rewards, sampling, prompts),
+    *(dynamic_sampling, staleness, optimizer, validation),
 )
-
-
-def _is_reference(text: str) -> bool:
-    module, colon, name = text.rpartition(":")
-    return bool(colon and module.strip() and name.isidentifier())
-
-
-def _not_a_reference(key: str, text: str) -> Broken:
-    return f"{key} must be `path.py:name` or `package.module:name`, got {text!r}", key
 
 
 def _nearest_divisors(number: int, near: int) -> list[int]:
@@ -450,37 +364,3 @@ def _nearest_divisors(number: int, near: int) -> list[int]:
 
 def _or(numbers: Sequence[int]) -> str:
     return " or ".join(str(n) for n in numbers)
-
-
-def _both_placed(key: str) -> Broken:
-    return (
-        f"{key}.url says that the service already runs, {key}.placement in_process that it is "
-        f"started here; leave one out",
-        f"{key}.placement",
-    )
-
-
-def _address(key: str, url: str | None, api_key: str | None) -> Iterator[Broken]:
-    if url is not None and not _is_http(url):
-        yield (
-            f"{key}.url must be an http:// or https:// address, got {redact_text(url)!r}",
-            f"{key}.url",
-        )
-    if api_key and not url:
-        yield f"{key}.api_key is sent to {key}.url, which is not set", f"{key}.api_key"
-
-
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        return False
-
-
-def _device(key: str, device: str) -> Iterator[Broken]:
-    if not _DEVICE.fullmatch(device):
-        yield (
-            f"{key}.device must be auto, cpu, mps, cuda or cuda:N, got {device!r}",
-            f"{key}.device",
-        )

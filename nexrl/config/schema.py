@@ -12,6 +12,36 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from nexrl.config.schema_algorithm import (
+    AdvantageConfig as AdvantageConfig,
+)
+from nexrl.config.schema_algorithm import (
+    AlgorithmConfig as AlgorithmConfig,
+)
+from nexrl.config.schema_algorithm import (
+    CorrectionConfig as CorrectionConfig,
+)
+from nexrl.config.schema_algorithm import (
+    CriticConfig as CriticConfig,
+)
+from nexrl.config.schema_algorithm import (
+    EntropyConfig as EntropyConfig,
+)
+from nexrl.config.schema_algorithm import (
+    KLConfig as KLConfig,
+)
+from nexrl.config.schema_algorithm import (
+    LossConfig as LossConfig,
+)
+from nexrl.config.schema_algorithm import (
+    PreferenceConfig as PreferenceConfig,
+)
+from nexrl.config.schema_algorithm import (
+    ShapingConfig as ShapingConfig,
+)
+from nexrl.config.schema_algorithm import (
+    TeacherConfig as TeacherConfig,
+)
 from nexrl.config.schema_rollout import (
     DataConfig as DataConfig,
 )
@@ -46,16 +76,7 @@ from nexrl.config.schema_service import (
     TrainServiceConfig as TrainServiceConfig,
 )
 from nexrl.config.schema_trainer import (
-    AlgorithmConfig as AlgorithmConfig,
-)
-from nexrl.config.schema_trainer import (
     CheckpointConfig as CheckpointConfig,
-)
-from nexrl.config.schema_trainer import (
-    KLConfig as KLConfig,
-)
-from nexrl.config.schema_trainer import (
-    LossConfig as LossConfig,
 )
 from nexrl.config.schema_trainer import (
     OptimizerConfig as OptimizerConfig,

@@ -53,9 +53,20 @@ class DataConfig(Section):
     messages_key: str = Field(
         "messages", description="Column with chat messages; used when the prompt column is absent."
     )
-    answer_key: str = Field(
-        "answer", description="Column with the target text, for supervised rows."
+    answer_key: str = Field("answer", description="supervised, labelled: column with the response.")
+    chosen_key: str = Field("chosen", description="preference: column with the preferred response.")
+    rejected_key: str = Field(
+        "rejected", description="preference: column with the response it is preferred to."
     )
+    margin_key: str = Field(
+        "margin",
+        description="preference: column with the least difference in score; it may be absent.",
+    )
+    label_key: str = Field(
+        "label",
+        description="labelled: column with true (desirable) or false. process: with a list of true, false or numbers in [0, 1], one for each step.",
+    )
+    steps_key: str = Field("steps", description="process: column with the list of steps, texts.")
     item_id_key: str | None = Field(
         None, description="Column with a stable item id; default: source name and row number."
     )
@@ -107,8 +118,11 @@ class FailurePolicyConfig(Section):
 class RolloutWorkerConfig(Section):
     """How a data item becomes a trajectory."""
 
-    type: Literal["single_turn", "supervised", "custom"] = Field(
-        "single_turn", description="Built-in worker, or `custom`."
+    type: Literal["single_turn", "supervised", "preference", "labelled", "process", "custom"] = (
+        Field(
+            "single_turn",
+            description="Built-in worker, or `custom`. Only `single_turn` samples; `supervised` reads prompt and answer, `preference` prompt, chosen and rejected, `labelled` prompt, answer and label, `process` prompt, steps and label.",
+        )
     )
     custom_rollout_worker_module_path: str | None = Field(
         None,
@@ -170,7 +184,7 @@ class DynamicSamplingConfig(Section):
 
     filters: tuple[str, ...] = Field(
         (),
-        description="`constant_reward`, or user functions `path.py:name` of a RolloutGroup that return a reason to drop it or None.",
+        description="`constant_reward`, `all_truncated`, or user functions `path.py:name` of a RolloutGroup that return a reason to drop it or None.",
     )
     refill_factor: float = Field(
         0.0,

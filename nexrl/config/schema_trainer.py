@@ -6,57 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from nexrl.config.schema_algorithm import AlgorithmConfig
 from nexrl.config.schema_rollout import SamplingConfig, SourceConfig
 from nexrl.config.section import Section
-
-
-class LossConfig(Section):
-    """The policy loss."""
-
-    name: Literal["ppo", "reinforce", "importance_sampling"] = Field(
-        "ppo", description="Per-token loss term."
-    )
-    clip_low: float = Field(0.2, ge=0, description="Lower clip distance: ratio >= 1 - clip_low.")
-    clip_high: float = Field(0.28, ge=0, description="Upper clip distance: ratio <= 1 + clip_high.")
-    aggregation: Literal[
-        "token_mean",
-        "sequence_mean_token_mean",
-        "sequence_mean_token_sum",
-        "constant",
-        "trajectory_mean",
-    ] = Field("token_mean", description="Denominator of the loss over the whole optimizer step.")
-
-
-class KLConfig(Section):
-    """Distance to a frozen reference policy."""
-
-    coefficient: float = Field(
-        0.0, ge=0, description="Weight of the KL term in the loss; 0 turns the reference off."
-    )
-    estimator: Literal["k2", "k3"] = Field(
-        "k3", description="Estimator used in the loss; k1 there has zero expected gradient."
-    )
-
-
-class AlgorithmConfig(Section):
-    """How rewards become a gradient."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = Field(
-        "grpo", description="Advantage estimator."
-    )
-    std: Literal["sample", "population", "none"] = Field(
-        "sample", description="Which standard deviation grpo divides by; `none` leaves it out."
-    )
-    loss: LossConfig = Field(LossConfig(), description="The policy loss.")
-    kl: KLConfig = Field(KLConfig(), description="Distance to a frozen reference policy.")
-    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    recompute_proximal: bool = Field(
-        False,
-        description="Recompute logprobs before the first optimizer step and use them in the ratio instead of the engine's.",
-    )
-    trust_region: Literal["auto", "none"] = Field(
-        "auto", description="`none` allows an unbounded loss off-policy."
-    )
 
 
 class OptimizerConfig(Section):
@@ -95,8 +47,8 @@ class CheckpointConfig(Section):
 class TrainerConfig(Section):
     """How a batch is trained."""
 
-    type: Literal["sft", "grpo", "custom"] = Field(
-        "grpo", description="Built-in trainer, or `custom`."
+    type: Literal["built_in", "custom"] = Field(
+        "built_in", description="The trainer that the algorithm needs, or `custom`."
     )
     custom_trainer_module_path: str | None = Field(
         None,

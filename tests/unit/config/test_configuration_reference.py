@@ -29,10 +29,10 @@ def test_every_field_has_a_row_with_type_default_range_and_sentence() -> None:
     assert all(row[-1].endswith(".") for row in rows)
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, 1, 2])
 def test_the_examples_of_the_page_load(make_recipe: MakeRecipe, index: int) -> None:
     """FR-161: docs snippets are run in tests."""
     fences = re.findall(r"```yaml\n(.*?)```", render_reference(), re.S)
-    assert len(fences) == 2
+    assert len(fences) == 3
     loaded = load_run_config(make_recipe(fences[index]))
-    assert [stage.name for stage in loaded.stages] == [["main"], ["warmup", "rl"]][index]
+    assert [stage.name for stage in loaded.stages] == [["main"], ["main"], ["warmup", "rl"]][index]

@@ -138,10 +138,10 @@ def test_a_whole_reference_keeps_its_type_and_one_within_text_is_written_out(
     make_recipe: MakeRecipe,
 ) -> None:
     folder = make_recipe(
-        "seed: ${data.batch_size}\nproject_name: b${data.batch_size}-${trainer.type}\n"
+        "seed: ${data.batch_size}\nproject_name: b${data.batch_size}-${weight.mode}\n"
     )
     config = load_run_config(folder).config
-    assert (config.seed, config.project_name) == (4, "b4-grpo")
+    assert (config.seed, config.project_name) == (4, "b4-sync")
 
 
 def test_a_reference_may_point_to_a_section_through_another_reference(

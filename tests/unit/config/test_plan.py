@@ -74,6 +74,52 @@ def test_a_version_is_counted_in_items_trajectories_steps_and_tokens(
     assert lines["staleness"].startswith("0 versions")
 
 
+def algorithm_lines_of(recipe: Path, *overrides: str) -> dict[str, str]:
+    """The lines of a plan that speak of the algorithm."""
+    lines = dict(plan_of(recipe, *overrides).stages[0].lines)
+    labels = ("trainer", "algorithm", "advantage", "loss", "beside the loss")
+    return {label: lines[label] for label in labels if label in lines}
+
+
+def test_the_algorithm_is_told_by_its_parts_as_they_run(make_recipe: MakeRecipe) -> None:
+    overrides = ("trainer.algorithm=dapo", "trainer.algorithm.correction=icepop")
+    assert algorithm_lines_of(make_recipe(), *overrides) == {
+        "algorithm": "dapo, with correction.preset as written",
+        "advantage": "grpo (std sample)",
+        "loss": "ppo (clip_low 0.2, clip_high 0.28), token_mean: mean over all trained tokens",
+        "beside the loss": (
+            "correction by token: mask outside [0.5, 5]; proximal logprobs recomputed; "
+            "up to 1 off over the last 1 of 8 tokens"
+        ),
+    }
+
+
+def test_settings_that_a_loss_has_by_default_are_told_too(make_recipe: MakeRecipe) -> None:
+    lines = algorithm_lines_of(make_recipe(), "trainer.algorithm.loss=cispo")
+    assert lines["loss"].startswith("cispo (clip_high 4), sequence_mean_token_mean")
+    critic = algorithm_lines_of(make_recipe(), "trainer.algorithm=vapo")["beside the loss"]
+    assert critic == "critic with lr 1e-05, alone for 50 batches"
+
+
+def test_an_offline_loss_is_told_with_its_own_settings_and_denominator(
+    make_recipe: MakeRecipe,
+) -> None:
+    overrides = ("trainer.algorithm=dpo", "trainer.algorithm.preference.beta=0.5")
+    assert algorithm_lines_of(make_recipe(), *overrides) == {
+        "algorithm": "dpo, with preference.beta as written",
+        "loss": (
+            "dpo (beta 0.5, label_smoothing 0, sft_coefficient 0), mean over the pairs of an "
+            "optimizer step"
+        ),
+    }
+
+
+def test_a_custom_trainer_is_told_by_its_class(make_recipe: MakeRecipe) -> None:
+    prefix = "trainer.custom_trainer"
+    overrides = ("trainer.type=custom", f"{prefix}_module_path=t.py", f"{prefix}_class_name=T")
+    assert algorithm_lines_of(make_recipe(), *overrides) == {"trainer": "T of t.py"}
+
+
 def test_the_prompt_limit_bounds_tokens_when_it_is_set(make_recipe: MakeRecipe) -> None:
     lines = dict(plan_of(make_recipe(), "data.max_prompt_tokens=10").stages[0].lines)
     assert lines["tokens per version"].startswith("at most 144 = 8 x (10 prompt + 8 completion)")
@@ -115,6 +161,8 @@ def test_settings_that_are_probably_not_meant_are_warned_of(make_recipe: MakeRec
     recipe = make_recipe()
     cases = {
         "trainer.algorithm.advantage=dr_grpo": "dr_grpo is meant for loss.aggregation constant",
+        "trainer.algorithm.advantage.gamma=0.9": "and the estimator is grpo",
+        "trainer.algorithm.greedy_baseline=true": "which trainer.algorithm.advantage grpo does not",
         "trainer.optimizer.warmup_steps=10": "is longer than the stage's 3 optimizer steps",
         "rollout_worker.failure_policy.min_group_size=1": "shrinks to one member",
     }
@@ -145,6 +193,10 @@ def test_memory_is_estimated_per_part_and_compared_with_the_machine(
     assert sizes["train: reference policy"] == 4000
     assert sizes["train: logits of a micro-batch"] == 2 * 4 * (8 * 15) * 16
     assert sizes["inference: KV cache, 256 x 64 tokens"] == 2 * 2 * 8 * 4 * 256 * 64
+    with_critic = load_run_config(make_recipe(), ["trainer.algorithm=ppo"]).config
+    sizes = {i.what: i.num_bytes for i in estimate_memory(with_critic, MODEL, row_tokens=15)}
+    assert sizes["train: critic policy"] == 4 * 4000
+    assert "train: reference policy" not in sizes
     small = plan_of(make_recipe(), world=SeenWorld(ram=1 << 20))
     assert "this machine has 1.0 MiB" in render_plan(small)
 

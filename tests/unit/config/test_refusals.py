@@ -44,8 +44,9 @@ def refused(recipe: Path, *overrides: str) -> str:
         ("trainer.optimizer.lr=.nan", "must be a number of at least 0, got NaN"),
         ("rollout_worker.deadline_s=.inf", "must be a number greater than 0, got Infinity"),
         (
-            "trainer.type=gpro",
-            'trainer.type must be one of sft, grpo, custom, got "gpro"; did you mean grpo?',
+            "weight.mode=snyc",
+            'weight.mode must be one of sync, batch-async, sample-async, got "snyc"; did you mean '
+            "sync?",
         ),
         ("data.shuffle=yes", 'data.shuffle must be true or false, got "yes"'),
         ("logger=wandb", "logger must be a list, each entry one of tensorboard, wandb"),

@@ -53,13 +53,16 @@ CUSTOM_WORKER = "rollout_worker.custom_rollout_worker"
         ),
         (["trainer.type=custom"], "needs trainer.custom_trainer_module_path, which is not set"),
         (["trainer.custom_trainer_class_name=T"], "is used only with trainer.type custom"),
-        (["rollout_worker.reward=null"], "rollout_worker.reward must be set for trainer.type grpo"),
+        (
+            ["rollout_worker.reward=null"],
+            "rollout_worker.reward must be set for trainer.algorithm: grpo",
+        ),
         (["rollout_worker.reward=exact"], "must be `path.py:name` or `package.module:name`"),
         (
             ["rollout_worker.reward=null", "rollout_worker.reward_arguments={a: 1}"],
             "rollout_worker.reward_arguments are keywords of rollout_worker.reward",
         ),
-        (["rollout_worker.type=supervised"], "rollout_worker.type supervised has neither"),
+        (["rollout_worker.type=supervised"], "rows of supervised are trained by sft"),
         (
             ["rollout_worker.sampling.top_p=0.9"],
             "sampling.top_p must be 1 for RL training, got 0.9",
@@ -105,7 +108,7 @@ CUSTOM_WORKER = "rollout_worker.custom_rollout_worker"
         ),
         (
             ["trajectory_pool.dynamic_sampling.filters=[constant]"],
-            "filters.0 must be constant_reward or a user function",
+            "filters.0 must be constant_reward or all_truncated, or a user function",
         ),
         (
             ["trajectory_pool.dynamic_sampling.refill_factor=1"],
@@ -184,8 +187,8 @@ def test_credentials_in_a_refused_address_are_not_shown(make_recipe: MakeRecipe)
             "trainer.algorithm.trust_region=none",
         ],
         ["data.rollout_repeat_n=1", "trainer.algorithm.advantage=reinforce"],
-        ["trainer.type=sft", "rollout_worker.type=supervised", "data.rollout_repeat_n=1"],
-        ["trainer.type=sft", "rollout_worker.type=supervised", "rollout_worker.reward=null"],
+        ["trainer.algorithm=sft", "data.rollout_repeat_n=1"],
+        ["trainer.algorithm=sft", "rollout_worker.reward=null"],
         [f"{TRAIN}.model_path=null", f"{TRAIN}.url=http://127.0.0.1:1"],
         ["trajectory_pool.hand_out=windowed"],
         ["deterministic=true"],

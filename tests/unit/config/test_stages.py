@@ -17,7 +17,7 @@ stages:
   - name: warmup
     rollout_worker: {type: supervised}
     data: {rollout_repeat_n: 1}
-    trainer: {type: sft, num_steps: 5}
+    trainer: {algorithm: sft, num_steps: 5}
   - name: rl
     trainer: {num_steps: 7}
 """
@@ -38,12 +38,9 @@ def test_a_recipe_without_stages_has_one_named_main(make_recipe: MakeRecipe) -> 
 
 def test_each_stage_is_the_recipe_with_its_own_settings(make_recipe: MakeRecipe) -> None:
     warmup, rl = load_run_config(make_recipe(TWO_STAGES)).stages
-    assert (warmup.name, warmup.config.trainer.type, warmup.config.trainer.num_steps) == (
-        "warmup",
-        "sft",
-        5,
-    )
-    assert (rl.name, rl.config.trainer.type, rl.config.trainer.num_steps) == ("rl", "grpo", 7)
+    found = [(s.name, s.config.trainer.algorithm.preset) for s in (warmup, rl)]
+    assert found == [("warmup", "sft"), ("rl", "grpo")]
+    assert [s.config.trainer.num_steps for s in (warmup, rl)] == [5, 7]
     assert warmup.config.data.batch_size == rl.config.data.batch_size == 4
     assert str(rl.provenance["trainer.num_steps"]) == "rl_train.yaml:8"
 

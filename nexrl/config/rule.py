@@ -1,0 +1,69 @@
+"""What the files of rules share: the shape of a broken rule, and facts that several rules judge."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from nexrl.algorithms.advantages import ADVANTAGES
+from nexrl.algorithms.losses import LOSSES
+from nexrl.algorithms.presets import PRESETS, Family
+from nexrl.config.schema import RunConfig
+
+Broken = tuple[str, ...]
+"""A sentence, and the keys that it speaks of: the first that is written is shown with its line."""
+
+
+def is_reference(text: str) -> bool:
+    """Whether a text is written like a user's function, `path.py:name`."""
+    module, colon, name = text.rpartition(":")
+    return bool(colon and module.strip() and name.isidentifier())
+
+
+def not_a_reference(key: str, text: str) -> Broken:
+    """A text that should name a user's function and does not."""
+    return f"{key} must be `path.py:name` or `package.module:name`, got {text!r}", key
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """`; did you mean ppo?`, or nothing when no name is near."""
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def family_of(config: RunConfig) -> Family | None:
+    """Which built-in trainer runs; None for a custom one."""
+    if config.trainer.type == "custom":
+        return None
+    return PRESETS[config.trainer.algorithm.preset].family
+
+
+def is_rl(config: RunConfig) -> bool:
+    """Whether the built-in trainer learns on sampled tokens."""
+    return family_of(config) == "rl"
+
+
+def uses_reward(config: RunConfig) -> bool:
+    """Whether rewards reach the gradient: a teacher alone needs none."""
+    algorithm = config.trainer.algorithm
+    loss = LOSSES.get(algorithm.loss.name)
+    if loss is not None and "advantage" not in (*loss.required, *loss.optional):
+        return False
+    return algorithm.advantage.name != "distill" or algorithm.advantage.task_coefficient > 0
+
+
+def is_group_relative(config: RunConfig) -> bool:
+    """Whether the rollouts of an item are compared: a group of one has advantage 0."""
+    definition = ADVANTAGES.get(config.trainer.algorithm.advantage.name)
+    return definition is not None and definition.group_relative and uses_reward(config)
+
+
+def uses_critic(config: RunConfig) -> bool:
+    """Whether the estimator wants values."""
+    return needs_of_advantage(config, "values")
+
+
+def needs_of_advantage(config: RunConfig, *inputs: str) -> bool:
+    """Whether the named estimator needs any of these inputs; a user's own is not known."""
+    definition = ADVANTAGES.get(config.trainer.algorithm.advantage.name)
+    return definition is not None and any(name in definition.needs for name in inputs)

@@ -71,12 +71,13 @@ class CheckpointStore:
         state: Mapping[str, Any],
         train: TrainService,
         *,
-        frozen_policies: Sequence[str] = (),
+        further_policies: Sequence[ModelSpec] = (),
     ) -> Path:
         """Write a checkpoint and drop the oldest beyond `keep_last`; returns its folder."""
         target = self.folder / f"{_PREFIX}{manifest.global_step:08d}-{manifest.stage_index}"
         with atomic_folder(target, durable=True) as draft:
-            for policy in (manifest.policy_version.policy, *frozen_policies):
+            further = (spec.policy for spec in further_policies)
+            for policy in (manifest.policy_version.policy, *further):
                 await train.save_state(policy, train_folder(draft, policy))
             (draft / "state.msgpack").write_bytes(pack(state))
             (draft / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1))
@@ -118,14 +119,16 @@ def train_folder(folder: Path, policy: str) -> str:
 
 
 async def load_policies(
-    folder: Path, manifest: CheckpointManifest, train: TrainService, *, frozen: Sequence[str]
+    folder: Path, manifest: CheckpointManifest, train: TrainService, *, further: Sequence[ModelSpec]
 ) -> None:
-    """Put the trained policy, which is already hosted, and the frozen ones back."""
+    """Put the trained policy, which is already hosted, and the further ones back; those that are
+    trained (a critic) with their optimizers."""
     trained = manifest.policy_version.policy
     await train.load_state(trained, train_folder(folder, trained))
-    for policy in frozen:
-        await train.create(ModelSpec(policy=policy, copy_of=trained, trainable=False))
-        await train.load_state(policy, train_folder(folder, policy), with_optimizer=False)
+    for spec in further:
+        await train.create(spec)
+        path = train_folder(folder, spec.policy)
+        await train.load_state(spec.policy, path, with_optimizer=spec.trainable)
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:

@@ -210,8 +210,8 @@ class Controller:
         self._global_step += 1
         result.steps += 1
         metrics = {
-            **report.metrics,
             **stage.pool.metrics(),
+            **report.metrics,  # the trainer knows best what it trained
             **sync_metrics,
             **self._tracker.flush(),
         }
@@ -282,7 +282,7 @@ class Controller:
                 manifest,
                 state,
                 self._train_service,
-                frozen_policies=() if done else stage.trainer.frozen_policies,
+                further_policies=() if done else stage.trainer.further_policies,
             )
 
     @staticmethod

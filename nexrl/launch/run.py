@@ -34,7 +34,7 @@ from nexrl.controller import Controller, Stage, StageResult
 from nexrl.errors import ConfigError, RunStoppedError, StoreError
 from nexrl.launch.model_folder import resolve_model_folder
 from nexrl.launch.process import THREAD_ENVIRONMENT
-from nexrl.launch.services import Services, local_services
+from nexrl.launch.services import Services, local_services, policy_head
 from nexrl.launch.stage import StageSurroundings, build_stage
 from nexrl.pool.trajectory_store import TrajectoryStore
 from nexrl.rendering.renderer import load_renderer
@@ -56,6 +56,7 @@ def launch(recipe: Path, overrides: Sequence[str] = (), *, resume: str | None = 
         os.environ.setdefault(name, value)
     extra = [] if resume is None else [f"resume={json.dumps(resume)}"]
     loaded = load_run_config(recipe, [*overrides, *extra])
+    policy_head(loaded.stages)
     folder, checkpoint = _open_run_folder(loaded.config)
     try:
         return asyncio.run(_Run(loaded, folder, checkpoint).main())
@@ -111,6 +112,7 @@ class _Run:
         self._config = loaded.config
         self._folder = folder
         self._checkpoint = checkpoint
+        self._head = policy_head(loaded.stages)
         self._outcome = _Outcome()
         self._resolved: dict[str, Any] = loaded.config.model_dump(mode="json", by_alias=True)
         self._shown_path = os.path.relpath(folder.path)
@@ -220,7 +222,12 @@ class _Run:
         async with AsyncExitStack() as stack:
             with tracker.activity("setup", "services"):
                 services = await stack.enter_async_context(
-                    local_services(self._config, model_folder=model_folder, logs=self._folder.logs)
+                    local_services(
+                        self._config,
+                        model_folder=model_folder,
+                        logs=self._folder.logs,
+                        head=self._head,
+                    )
                 )
             recorder = self._recorder(code_version)
             if recorder is not None:
@@ -280,7 +287,7 @@ class _Run:
                     self._checkpoint[0],
                     manifest,
                     surroundings.train,
-                    frozen=stage.trainer.frozen_policies,
+                    further=stage.trainer.further_policies,
                 )
             elif index:
                 await surroundings.train.reset_optimizer(DEFAULT_POLICY)
@@ -299,12 +306,17 @@ class _Run:
         self, services: Services, model_folder: Path, incarnation: int
     ) -> PolicyVersion:
         """Weights and version to begin with; every start of the run is an incarnation."""
-        spec = ModelSpec(policy=DEFAULT_POLICY, path=str(model_folder), seed=self._config.seed)
+        spec = ModelSpec(
+            policy=DEFAULT_POLICY,
+            path=str(model_folder),
+            head=self._head,
+            seed=self._config.seed,
+        )
         await services.train.create(spec)
         if self._checkpoint is None:
             return PolicyVersion(policy=DEFAULT_POLICY, incarnation=incarnation, number=0)
         folder, manifest = self._checkpoint
-        await load_policies(folder, manifest, services.train, frozen=())
+        await load_policies(folder, manifest, services.train, further=())
         old = manifest.policy_version
         return PolicyVersion(policy=old.policy, incarnation=incarnation, number=old.number)
 
@@ -319,12 +331,12 @@ class _Run:
     def _weight_sync(
         self, services: Services, tracker: ActivityTracker, recorder: DumpRecorder | None
     ) -> WeightSyncController:
-        engine = services.inference
+        engines = services.engines
         if recorder is not None:
-            engine = recording(engine, "weights", recorder)
+            engines = tuple(recording(engine, "weights", recorder) for engine in engines)
         return WeightSyncController(
             train=services.train,
-            engines=[engine],
+            engines=engines,
             config=self._config.weight,
             folder=self._folder.publications,
             tracker=tracker,

@@ -9,19 +9,25 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from nexrl.algorithms.presets import find_preset
+from nexrl.config.loader import StageConfig
 from nexrl.config.schema import RunConfig
+from nexrl.errors import ConfigError
 from nexrl.launch.process import ChildProcess
+from nexrl.services.inference.absent import AbsentInference
 from nexrl.services.inference.client import HttpInferenceService
 from nexrl.services.inference.protocol import InferenceService
 from nexrl.services.train.client import HttpTrainService
 from nexrl.services.train.local import make_local_train_service
 from nexrl.services.train.protocol import TrainService
 
+Head = Literal["lm", "value"]
 SHARED_SWITCH_INTERVAL_S = 0.0002
 """With services in process, the engine's thread asks for the interpreter hundreds of times a step;
 at the default of 5 ms each busy moment of the event loop holds it up that long."""
@@ -34,20 +40,48 @@ class Services:
     train: TrainService
     """Where gradients are computed."""
     inference: InferenceService
-    """Where tokens are drawn."""
+    """Where tokens are drawn; refuses to in a run that trains a value head."""
     children: tuple[ChildProcess, ...]
     """Supervised processes; empty when everything is in process or remote."""
+
+    @property
+    def engines(self) -> tuple[InferenceService, ...]:
+        """Those that published weights are loaded into."""
+        return () if isinstance(self.inference, AbsentInference) else (self.inference,)
 
     def log_of(self, name: str) -> Path | None:
         """The log file of a child by name."""
         return next((child.log for child in self.children if child.name == name), None)
 
 
+def policy_head(stages: Sequence[StageConfig]) -> Head:
+    """What the trained policy ends in: a value head when it becomes a reward model.
+
+    One policy goes through all stages, so ConfigError when they do not agree.
+    """
+    scoring = {
+        s.name: find_preset(s.config.trainer.algorithm.preset).family == "reward_model"
+        for s in stages
+    }
+    if len(set(scoring.values())) > 1:
+        first = next(name for name, is_scoring in scoring.items() if is_scoring)
+        other = next(name for name, is_scoring in scoring.items() if not is_scoring)
+        raise ConfigError(
+            f"stages: {first!r} trains a reward model, which has a value head, and {other!r} a "
+            "language model; one policy goes through all stages (accepted: a run for each, the "
+            "second with service.train_service.model_path at a publication of the first)"
+        )
+    return "value" if any(scoring.values()) else "lm"
+
+
 @asynccontextmanager
 async def local_services(
-    config: RunConfig, *, model_folder: Path, logs: Path
+    config: RunConfig, *, model_folder: Path, logs: Path, head: Head = "lm"
 ) -> AsyncIterator[Services]:
-    """Services up and answering; on exit all of them have ended, in parallel."""
+    """Services up and answering; on exit all of them have ended, in parallel.
+
+    With head="value" no engine is started: there are no tokens to draw from such a policy.
+    """
     children: list[ChildProcess] = []
     if "in_process" in (
         config.service.train_service.placement,
@@ -59,7 +93,7 @@ async def local_services(
         async with asyncio.TaskGroup() as starting:
             train_task = starting.create_task(_start_train(config, logs, children))
             inference_task = starting.create_task(
-                _start_inference(config, model_folder, logs, children)
+                _start_inference(config, model_folder, logs, children, head)
             )
         train, inference = train_task.result(), inference_task.result()
         stack.push_async_callback(train.aclose)
@@ -106,9 +140,11 @@ async def _start_train(config: RunConfig, logs: Path, children: list[ChildProces
 
 
 async def _start_inference(
-    config: RunConfig, model_folder: Path, logs: Path, children: list[ChildProcess]
+    config: RunConfig, model_folder: Path, logs: Path, children: list[ChildProcess], head: Head
 ) -> InferenceService:
     service = config.service.inference_service
+    if head == "value":
+        return AbsentInference("it trains a reward model")
     if service.url is None and service.placement == "in_process":
         from nexrl.services.inference.engines.builtin.service import BuiltinInference
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nexrl.activity.activity_tracker import ActivityTracker
-from nexrl.algorithms.filters import constant_reward
+from nexrl.algorithms.filters import GROUP_FILTERS
 from nexrl.checkpoint import CheckpointStore
 from nexrl.config.loader import StageConfig
 from nexrl.config.schema import RunConfig
@@ -21,7 +21,7 @@ from nexrl.controller import Stage
 from nexrl.data.data_loader import DataLoader, create_validation_draws
 from nexrl.pool.trajectory_pool import TrajectoryPool
 from nexrl.pool.trajectory_store import TrajectoryStore
-from nexrl.protocols import GroupFilter, Renderer
+from nexrl.protocols import Evaluator, GroupFilter, Renderer
 from nexrl.report.dump import DumpRecorder, recording
 from nexrl.rollout.build import build_worker, to_sampling
 from nexrl.rollout.prompts import PromptBuilder
@@ -75,7 +75,12 @@ def build_stage(stage: StageConfig, index: int, around: StageSurroundings) -> St
     """Every module of the stage; blocking (reads the data)."""
     config = stage.config
     prompts = PromptBuilder(around.renderer, config.rollout_worker, config.data)
-    worker = _build_worker(config, around, to_sampling(config.rollout_worker.sampling))
+    worker = _build_worker(
+        config,
+        around,
+        to_sampling(config.rollout_worker.sampling),
+        greedy_baseline=config.trainer.algorithm.greedy_baseline,
+    )
     limit = config.data.max_prompt_tokens is not None
     reading: dict[str, Any] = {
         "recipe_dir": around.recipe_dir,
@@ -91,6 +96,7 @@ def build_stage(stage: StageConfig, index: int, around: StageSurroundings) -> St
             policy=DEFAULT_POLICY,
             max_response_tokens=config.rollout_worker.sampling.max_tokens,
             on_policy_only=config.weight.mode == "sync",
+            recipe_dir=around.recipe_dir,
         ),
         around.recipe_dir,
     )
@@ -102,7 +108,13 @@ def build_stage(stage: StageConfig, index: int, around: StageSurroundings) -> St
         runner=_build_runner(config, worker, around, stage.name),
         pool=_build_pool(config, around, needs=trainer.needs),
         trainer=trainer,
-        validator=_build_validator(config, around, stage.name, reading),
+        validator=_build_validator(
+            config,
+            around,
+            stage.name,
+            reading,
+            evaluator=trainer if isinstance(trainer, Evaluator) else None,
+        ),
         checkpoints=CheckpointStore(
             around.checkpoints, keep_last=config.trainer.checkpoint.keep_last
         ),
@@ -110,7 +122,11 @@ def build_stage(stage: StageConfig, index: int, around: StageSurroundings) -> St
 
 
 def _build_worker(
-    config: RunConfig, around: StageSurroundings, sampling: Sampling
+    config: RunConfig,
+    around: StageSurroundings,
+    sampling: Sampling,
+    *,
+    greedy_baseline: bool = False,
 ) -> RolloutWorker:
     context = WorkerContext(
         inference=around.recorded(around.inference, "inference"),
@@ -123,6 +139,7 @@ def _build_worker(
         seed=config.seed,
         engine=f"{around.engine.name} {around.engine.build}",
         capabilities=around.engine.capabilities,
+        greedy_baseline=greedy_baseline,
     )
     return build_worker(config.rollout_worker, context, around.recipe_dir)
 
@@ -188,12 +205,9 @@ def _build_pool(
     return around.recorded(pool, "pool")
 
 
-_BUILTIN_FILTERS: Mapping[str, GroupFilter] = {"constant_reward": constant_reward}
-
-
 def _group_filter(name: str, recipe_dir: Path) -> GroupFilter:
-    if name in _BUILTIN_FILTERS:
-        return _BUILTIN_FILTERS[name]
+    if name in GROUP_FILTERS:
+        return GROUP_FILTERS[name]
     loaded: GroupFilter = load_user_object(
         name, recipe_dir=recipe_dir, key="trajectory_pool.dynamic_sampling.filters"
     )
@@ -201,7 +215,12 @@ def _group_filter(name: str, recipe_dir: Path) -> GroupFilter:
 
 
 def _build_validator(
-    config: RunConfig, around: StageSurroundings, stage: str, reading: Mapping[str, Any]
+    config: RunConfig,
+    around: StageSurroundings,
+    stage: str,
+    reading: Mapping[str, Any],
+    *,
+    evaluator: Evaluator | None,
 ) -> Validator | None:
     settings = config.validate_
     if not settings.enabled:
@@ -222,4 +241,5 @@ def _build_validator(
         seed=config.seed,
         policy=DEFAULT_POLICY,
         tracker=around.tracker,
+        evaluator=evaluator,
     )

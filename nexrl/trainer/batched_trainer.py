@@ -7,16 +7,18 @@ another, every call submitted before the first returns, and judges what came bac
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from nexrl.algorithms.advantages import IndexArray
 from nexrl.algorithms.aggregation import token_weights
+from nexrl.algorithms.groups import IndexArray
 from nexrl.errors import InvariantError
 from nexrl.trainer.batching import Chunk, RowTable, make_chunks, split_by_group
+from nexrl.trainer.client_loss import differentiate
 from nexrl.trainer.trainer import Trainer
 from nexrl.types import (
     OUTPUT_MASK,
@@ -25,9 +27,13 @@ from nexrl.types import (
     FloatArray,
     ForwardOutput,
     LossSpec,
+    OptimParams,
     OptimResult,
     Trajectory,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -63,12 +69,24 @@ class Outcome:
     steps: list[StepOutcome]
     """In order."""
     columns: dict[str, FloatArray]
-    """[N] outputs by name at trained tokens of the table, each at the weights it was trained with."""
+    """[N, ...] outputs by name at trained tokens of the table, each at the weights it was trained
+    with; empty when there was no step."""
 
     @property
     def applied(self) -> list[StepOutcome]:
         """Steps whose gradient was finite."""
         return [step for step in self.steps if step.result.applied]
+
+    @classmethod
+    def join(cls, parts: Sequence[Outcome]) -> Outcome:
+        """Outcomes of different optimizer steps over one table, as one."""
+        columns: dict[str, FloatArray] = {}
+        for part in parts:
+            for name, values in part.columns.items():
+                for step in part.steps:
+                    at = step.plan.positions
+                    columns.setdefault(name, np.zeros_like(values))[at] = values[at]
+        return cls(steps=[step for part in parts for step in part.steps], columns=columns)
 
 
 class BatchedTrainer(Trainer):
@@ -107,21 +125,39 @@ class BatchedTrainer(Trainer):
             )
         return (table.spread(per_row) * table.mask).astype(np.float32)
 
-    async def forward_column(self, policy: str, table: RowTable, rows: IndexArray) -> FloatArray:
-        """[N] logprobs of trained tokens of the given rows under the present weights, 0 elsewhere."""
+    async def forward_outputs(
+        self,
+        policy: str,
+        table: RowTable,
+        rows: IndexArray,
+        outputs: tuple[str, ...],
+        inputs: Mapping[str, Array] | None = None,
+    ) -> dict[str, FloatArray]:
+        """[N, ...] outputs by name at trained tokens of the given rows under the present weights,
+        0 elsewhere, in the type that the service gives them; `inputs` are further [N, ...] columns
+        that an output needs."""
         chunks = make_chunks(
             table,
             rows,
-            {OUTPUT_MASK: table.mask},
+            {OUTPUT_MASK: table.mask, **(inputs or {})},
             max_chunk_bytes=self.config.max_chunk_bytes,
         )
-        outputs: list[ForwardOutput] = await in_flight(
-            [self.train_service.forward(policy, chunk.rows) for chunk in chunks]
+        answers: list[ForwardOutput] = await in_flight(
+            [self.train_service.forward(policy, chunk.rows, outputs=outputs) for chunk in chunks]
         )
-        column = np.zeros(table.num_tokens, np.float32)
-        for chunk, output in zip(chunks, outputs, strict=True):
-            column[chunk.positions] = output.outputs["logprobs"]
-        return column
+        columns: dict[str, FloatArray] = {}
+        for name in outputs:
+            found = [answer.outputs[name] for answer in answers]
+            shape = found[0].shape[1:] if found else ()
+            dtype = found[0].dtype if found else np.float32
+            columns[name] = np.zeros((table.num_tokens, *shape), dtype)
+            for chunk, values in zip(chunks, found, strict=True):
+                columns[name][chunk.positions] = values
+        return columns
+
+    async def forward_column(self, policy: str, table: RowTable, rows: IndexArray) -> FloatArray:
+        """[N] logprobs of trained tokens of the given rows under the present weights, 0 elsewhere."""
+        return (await self.forward_outputs(policy, table, rows, ("logprobs",)))["logprobs"]
 
     async def run_steps(
         self,
@@ -131,35 +167,85 @@ class BatchedTrainer(Trainer):
         loss: LossSpec,
         *,
         outputs: tuple[str, ...] = ("logprobs",),
+        policy: str | None = None,
+        next_params: Callable[[], OptimParams] | None = None,
     ) -> Outcome:
         """Every chunk's forward_backward and every optim_step, in order and all under way at once.
 
-        Raises InvariantError when a gradient is not finite, unless configured to skip the step.
+        `policy` and `next_params` are those of another policy than the trained one. Raises
+        InvariantError when a gradient is not finite, unless configured to skip the step.
         """
+        policy, next_params = policy or self.policy, next_params or self.next_optim_params
         inputs = {**inputs, OUTPUT_MASK: table.mask}
         chunks_of = [
             make_chunks(table, plan.rows, inputs, max_chunk_bytes=self.config.max_chunk_bytes)
             for plan in plans
         ]
-        params = [self.next_optim_params() for _ in plans]
+        params = [next_params() for _ in plans]
         calls: list[Coroutine[Any, Any, Any]] = []
         for chunks, settings in zip(chunks_of, params, strict=True):
             calls += [
-                self.train_service.forward_backward(self.policy, c.rows, loss, outputs=outputs)
+                self.train_service.forward_backward(policy, c.rows, loss, outputs=outputs)
                 for c in chunks
             ]
-            calls.append(self.train_service.optim_step(self.policy, settings))
+            calls.append(self.train_service.optim_step(policy, settings))
         answers = iter(await in_flight(calls))
-        columns = {name: np.zeros(table.num_tokens, np.float32) for name in outputs}
+        columns: dict[str, FloatArray] = {}
         steps = [
             StepOutcome(
                 plan=plan,
-                loss=sum(_collect(chunk, next(answers), columns) for chunk in chunks),
+                loss=sum(
+                    _collect(chunk, next(answers), outputs, columns, table.num_tokens)
+                    for chunk in chunks
+                ),
                 lr=settings.lr,
                 result=next(answers),
             )
             for plan, chunks, settings in zip(plans, chunks_of, params, strict=True)
         ]
+        self._refuse_nonfinite(steps)
+        return Outcome(steps=steps, columns=columns)
+
+    async def run_client_steps(
+        self,
+        table: RowTable,
+        plans: Sequence[StepPlan],
+        objective: Callable[[StepPlan, Mapping[str, Tensor]], Tensor],
+        *,
+        outputs: tuple[str, ...] = ("logprobs",),
+        policy: str | None = None,
+    ) -> Outcome:
+        """Optimizer steps of a loss that is computed here (`client_loss.py`).
+
+        `objective` gets the step's plan and the outputs [n, ...] at `plan.positions`, in float64
+        with gradients, and returns a scalar; only its gradients are sent. Each step waits for its
+        own forward pass, so steps are not pipelined.
+        """
+        policy = policy or self.policy
+        columns: dict[str, FloatArray] = {}
+        steps: list[StepOutcome] = []
+        for plan in plans:
+            found = await self.forward_outputs(policy, table, plan.rows, outputs)
+            at = plan.positions
+            loss, gradients = differentiate(
+                partial(objective, plan), {name: values[at] for name, values in found.items()}
+            )
+            spread = {name: np.zeros_like(values) for name, values in found.items()}
+            for name, values in found.items():
+                spread[name][at] = gradients[name]
+                columns.setdefault(name, np.zeros_like(values))[at] = values[at]
+            settings = self.next_optim_params()
+            calls: list[Coroutine[Any, Any, Any]] = [
+                self.train_service.backward(
+                    policy, chunk.rows, {n: g[chunk.positions] for n, g in spread.items()}
+                )
+                for chunk in make_chunks(
+                    table, plan.rows, {}, max_chunk_bytes=self.config.max_chunk_bytes
+                )
+            ]
+            calls.append(self.train_service.optim_step(policy, settings))
+            result = (await in_flight(calls))[-1]
+            steps.append(StepOutcome(plan=plan, loss=loss, lr=settings.lr, result=result))
         self._refuse_nonfinite(steps)
         return Outcome(steps=steps, columns=columns)
 
@@ -177,11 +263,20 @@ class BatchedTrainer(Trainer):
                 )
 
 
-def _collect(chunk: Chunk, output: BackwardOutput, columns: Mapping[str, FloatArray]) -> float:
-    """Put a chunk's outputs into the table's columns; returns its loss."""
-    for name, column in columns.items():
-        column[chunk.positions] = output.outputs[name]
-    return output.loss
+def _collect(
+    chunk: Chunk,
+    answer: BackwardOutput,
+    outputs: tuple[str, ...],
+    columns: dict[str, FloatArray],
+    num_tokens: int,
+) -> float:
+    """Put a chunk's outputs into the table's [N, ...] columns; returns its loss."""
+    for name in outputs:
+        values = answer.outputs[name]
+        if name not in columns:
+            columns[name] = np.zeros((num_tokens, *values.shape[1:]), np.float32)
+        columns[name][chunk.positions] = values
+    return answer.loss
 
 
 def step_metrics(outcome: Outcome) -> dict[str, float]:

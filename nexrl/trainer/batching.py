@@ -8,6 +8,7 @@ All per-token work is whole-array numpy. Rows are never split and keep the order
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nexrl.algorithms.advantages import IndexArray, group_index
+from nexrl.algorithms.groups import IndexArray, group_index
 from nexrl.errors import InvariantError
 from nexrl.types import Array, BoolArray, FloatArray, IntArray, RowChunk, TokenRow, Trajectory
 
@@ -51,6 +52,8 @@ class RowTable:
     """[R] temperature of the draw."""
     oldest_versions: IndexArray
     """[R] oldest version number among trained tokens; -1 when unknown."""
+    rows: tuple[TokenRow, ...]
+    """[R] the rows themselves, for further columns."""
 
     @property
     def num_rows(self) -> int:
@@ -65,6 +68,35 @@ class RowTable:
     def spread(self, per_row: Array) -> Array:
         """[N] the value of each token's row."""
         return np.repeat(per_row, self.lengths)
+
+    def select(self, chosen: BoolArray) -> RowTable:
+        """The table of the rows chosen [R]; `trajectories` go on counting in the list given."""
+        if chosen.all():
+            return self
+        tokens, lengths = self.spread(chosen), self.lengths[chosen]
+        return RowTable(
+            token_ids=self.token_ids[tokens],
+            lengths=lengths,
+            starts=np.cumsum(lengths) - lengths,
+            mask=self.mask[tokens],
+            num_trained=self.num_trained[chosen],
+            trajectories=self.trajectories[chosen],
+            behavior_logprobs=self.behavior_logprobs[tokens],
+            known=self.known[chosen],
+            temperatures=self.temperatures[chosen],
+            oldest_versions=self.oldest_versions[chosen],
+            rows=tuple(row for row, keep in zip(self.rows, chosen.tolist(), strict=True) if keep),
+        )
+
+    def place(self, per_trained_token: Array) -> FloatArray:
+        """[N] float32 column of values [M] of trained tokens; 0 elsewhere."""
+        column = np.zeros(self.num_tokens, np.float32)
+        column[self.mask] = per_trained_token
+        return column
+
+    def owners(self, positions: IndexArray) -> IndexArray:
+        """[n] row of each token position."""
+        return np.searchsorted(self.starts, positions, side="right") - 1
 
 
 def flatten(trajectories: Sequence[Trajectory]) -> RowTable:
@@ -100,6 +132,7 @@ def flatten(trajectories: Sequence[Trajectory]) -> RowTable:
         known=known,
         temperatures=np.fromiter((row.temperature for row in rows), np.float64, len(rows)),
         oldest_versions=np.fromiter(map(_oldest_version, rows), np.int64, len(rows)),
+        rows=tuple(rows),
     )
 
 
@@ -164,12 +197,14 @@ def make_chunks(
     *,
     max_chunk_bytes: int,
 ) -> list[Chunk]:
-    """Chunks over the given rows; `inputs` are [N] columns over the whole table.
+    """Chunks over the given rows; `inputs` are [N, ...] columns over the whole table.
 
     Rows of one chunk have one temperature and, in the order given, as many bytes as fit; a row
     larger than the bound travels alone, since rows are never split.
     """
-    per_token = _ID_BYTES + sum(column.dtype.itemsize for column in inputs.values())
+    per_token = _ID_BYTES + sum(
+        column.dtype.itemsize * math.prod(column.shape[1:]) for column in inputs.values()
+    )
     chunks: list[Chunk] = []
     temperatures = table.temperatures[rows]
     for temperature in dict.fromkeys(temperatures.tolist()):

@@ -12,8 +12,9 @@ import inspect
 import math
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from nexrl.algorithms.schedule import learning_rate
 from nexrl.config.schema import TrainerConfig
@@ -21,7 +22,7 @@ from nexrl.errors import InvariantError, NexRLError, UserCodeError, user_frame
 from nexrl.protocols import Tracker
 from nexrl.services.train.protocol import TrainService
 from nexrl.trainer.blocking import BlockingTrainService
-from nexrl.types import DEFAULT_POLICY, Batch, OptimParams, Trajectory
+from nexrl.types import DEFAULT_POLICY, Batch, ModelSpec, OptimParams, Trajectory
 
 TrainResult = dict[str, float]
 
@@ -42,6 +43,8 @@ class TrainerContext:
     """Longest response allowed, in tokens: the denominator of the `constant` aggregation."""
     on_policy_only: bool = True
     """Whether the mode is `sync`: only then may rows without engine logprobs be trained by RL."""
+    recipe_dir: Path = field(default_factory=Path.cwd)
+    """Folder that paths of the user's own code are relative to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +79,8 @@ class Trainer:
                 return {"grad_norm": result.grad_norm}
     """
 
-    needs: ClassVar[tuple[str, ...]] = ()
-    """What each trajectory must have before it is ready: reward, behavior_logprobs, teacher ..."""
+    needs: tuple[str, ...] = ()
+    """What each trajectory must have before it is ready: reward, greedy_reward, teacher ..."""
 
     def __init__(self, context: TrainerContext) -> None:
         self.train_service = context.train_service
@@ -94,12 +97,30 @@ class Trainer:
         self._thread: ThreadPoolExecutor | None = None
 
     @property
-    def frozen_policies(self) -> tuple[str, ...]:
-        """Further policies on the train service that a checkpoint must hold to go on."""
+    def further_policies(self) -> tuple[ModelSpec, ...]:
+        """Policies beside the trained one that `setup` makes and a checkpoint must hold: a frozen
+        reference, a critic with its optimizer."""
         return ()
 
     async def setup(self) -> None:
-        """Called once before the first batch of a stage, after `load_state_dict` on a resume."""
+        """Called once before the first batch of a stage, after `load_state_dict` on a resume.
+
+        Makes `further_policies`; on a resume the checkpoint's are there already, and must be.
+        """
+        for spec in self.further_policies:
+            if self._restored:
+                await self._require_restored(spec.policy)
+            else:
+                await self.train_service.create(spec)
+
+    async def _require_restored(self, policy: str) -> None:
+        try:
+            await self.train_service.info(policy)
+        except NexRLError as error:
+            raise InvariantError(
+                f"resuming needs the {policy} policy of the checkpoint, and the train service has "
+                f"none: {error}"
+            ) from error
 
     def train(
         self, trajectories: list[Trajectory]

@@ -67,7 +67,7 @@ class WeightSyncController:
     Invariants: one sync at a time; a version is activated only when every engine's acknowledgement
     named it, its checksum (where echoed) equals the manifest's, and the engine's logprobs follow
     the trainer's; every phase ends within its deadline; after a failed sync no engine draws tokens
-    with weights in doubt.
+    with weights in doubt. Without engines (a run that trains a reward model) it only publishes.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class WeightSyncController:
         """
         async with self._alone(version):
             await self._engines.learn_names(version)
-            if self._config.verify == "full":
+            if self._config.verify == "full" and self._engines.engines:
                 self._canary.probe = await self._first_probe(version)
             return await self._run(version, unchanged=False, starting=True)
 

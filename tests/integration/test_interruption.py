@@ -29,9 +29,9 @@ TELLING_REWARD = (
 )
 TELLING_TRAINER = """
 from tell import tell
-from nexrl.trainer.grpo import GrpoTrainer
+from nexrl.trainer.policy_gradient import PolicyGradientTrainer
 
-class Telling(GrpoTrainer):
+class Telling(PolicyGradientTrainer):
     async def train(self, trajectories):
         tell("training now")
         return await super().train(trajectories)

@@ -58,7 +58,7 @@ def test_a_run_trains_validates_and_leaves_a_complete_run_folder(
 
 @pytest.mark.slow
 def test_training_raises_the_reward(recipe: Recipe) -> None:
-    recipe.write(trainer={"num_steps": 30, "algorithm": {"std": "none"}})
+    recipe.write(trainer={"num_steps": 30, "algorithm": {"advantage": {"std": "none"}}})
     done = recipe.launch()
     assert done.code == 0, done.err
     rewards = [s["metrics"]["reward/mean"] for s in done.steps]
@@ -70,7 +70,7 @@ def test_stages_follow_each_other_on_the_same_weights(recipe: Recipe) -> None:
     warm_up = {
         "name": "warm_up",
         "rollout_worker": {"type": "supervised"},
-        "trainer": {"type": "sft", "num_steps": 2},
+        "trainer": {"algorithm": "sft", "num_steps": 2},
         "data": {"rollout_repeat_n": 1},
     }
     recipe.write(stages=[warm_up, {"name": "rl", "trainer": {"num_steps": 2}}])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,9 @@ def even_digits(completion, **_):
 KILLING_TRAINER = '''
 import os, signal
 from pathlib import Path
-from nexrl.trainer.grpo import GrpoTrainer
+from nexrl.trainer.policy_gradient import PolicyGradientTrainer
 
-class Killing(GrpoTrainer):
+class Killing(PolicyGradientTrainer):
     """Dies after the weights of batch {at} have changed and before they are published."""
 
     async def train(self, trajectories):
@@ -44,15 +45,19 @@ class Killing(GrpoTrainer):
         return metrics
 '''
 
-DETERMINISTIC = {
+DETERMINISTIC: dict[str, Any] = {
     "deterministic": True,
-    "trainer": {"num_steps": 5, "checkpoint": {"every_steps": 2}, "algorithm": {"std": "none"}},
+    "trainer": {
+        "num_steps": 5,
+        "checkpoint": {"every_steps": 2},
+        "algorithm": {"advantage": {"std": "none"}},
+    },
     "data": {"batch_size": 2, "rollout_repeat_n": 4},
 }
 
 
-def uninterrupted(recipe: Recipe) -> dict[str, str]:
-    recipe.write(**DETERMINISTIC)
+def uninterrupted(recipe: Recipe, changes: Mapping[str, Any] = DETERMINISTIC) -> dict[str, str]:
+    recipe.write(**changes)
     done = recipe.launch()
     assert done.code == 0, done.err
     return done.final_checksums
@@ -96,20 +101,28 @@ def test_a_run_killed_in_the_middle_of_rollouts_resumes_to_the_same_weights(
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("version", [0, 3])
+@pytest.mark.parametrize(
+    ("version", "algorithm"),
+    [(0, {}), (3, {}), (3, {"preset": "ppo", "critic": {"lr": 1e-2}, "kl": {"coefficient": 0.1}})],
+    ids=["first", "fourth", "fourth with a critic and a reference"],
+)
 def test_a_run_killed_between_step_and_publish_resumes_to_the_same_weights(
-    make_recipe: Callable[[str], Recipe], version: int
+    make_recipe: Callable[[str], Recipe], version: int, algorithm: dict[str, Any]
 ) -> None:
-    expected = uninterrupted(make_recipe("whole"))
+    trainer = {**DETERMINISTIC["trainer"]}
+    if algorithm:
+        trainer["algorithm"] = algorithm
+    changes = {**DETERMINISTIC, "trainer": trainer}
+    expected = uninterrupted(make_recipe("whole"), changes)
     recipe = make_recipe("killed")
     recipe.code("trainer.py", KILLING_TRAINER.format(at=version))
-    trainer = {
-        **DETERMINISTIC["trainer"],  # type: ignore[dict-item]
+    killing = {
+        **trainer,
         "type": "custom",
         "custom_trainer_module_path": "trainer.py",
         "custom_trainer_class_name": "Killing",
     }
-    recipe.write(**{**DETERMINISTIC, "trainer": trainer})
+    recipe.write(**{**changes, "trainer": killing})
     assert recipe.launch().code == -signal.SIGKILL
     done = recipe.launch("--resume")
     assert done.code == 0, done.err

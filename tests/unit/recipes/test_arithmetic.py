@@ -71,7 +71,9 @@ def test_longest_answer_and_its_end_fit_into_a_completion(tmp_path: Path) -> Non
 
 def test_configuration_opens_its_own_data() -> None:
     warm_up, grpo = (stage.config for stage in load_run_config(RECIPE).stages)
-    assert (warm_up.trainer.type, grpo.trainer.type) == ("sft", "grpo")
+    presets = (warm_up.trainer.algorithm.preset, grpo.trainer.algorithm.preset)
+    assert presets == ("sft", "dapo")
+    assert (warm_up.rollout_worker.type, grpo.rollout_worker.type) == ("supervised", "single_turn")
     assert DataLoader.open(grpo.data, recipe_dir=RECIPE, seed=0).num_items == 9500
     draws = create_validation_draws(
         grpo.validate_.sources, data=grpo.data, recipe_dir=RECIPE, max_items=None

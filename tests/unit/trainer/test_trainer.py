@@ -16,8 +16,10 @@ from nexrl.errors import ConfigError, InvariantError, UserCodeError
 from nexrl.testing.makers import make_batch, make_tracker
 from nexrl.testing.toy_train_service import ToyTrainService
 from nexrl.trainer import BaseTrainer, Trainer, TrainerContext
-from nexrl.trainer.build import build_trainer
-from nexrl.trainer.grpo import GrpoTrainer
+from nexrl.trainer.build import build_trainer, trainer_class
+from nexrl.trainer.policy_gradient import PolicyGradientTrainer
+from nexrl.trainer.preference import PreferenceTrainer
+from nexrl.trainer.reward_model import RewardModelTrainer
 from nexrl.trainer.sft import SftTrainer
 from nexrl.types import LossSpec, RowChunk, Trajectory
 
@@ -199,8 +201,25 @@ def test_a_class_that_is_no_trainer_is_refused(tmp_path: Path, name: str, messag
         build_trainer(context.config, context, tmp_path)
 
 
-def test_built_in_trainers_are_chosen_by_name(tmp_path: Path) -> None:
-    for name, kind in (("sft", SftTrainer), ("grpo", GrpoTrainer)):
-        context = make_context(type=name)
-        assert type(build_trainer(context.config, context, tmp_path)) is kind
+@pytest.mark.parametrize(
+    ("preset", "loss", "kind"),
+    [
+        ("dapo", "ppo", PolicyGradientTrainer),
+        ("sft", "cross_entropy", SftTrainer),
+        ("dpo", "dpo", PreferenceTrainer),
+        ("reward_model", "reward_model", RewardModelTrainer),
+    ],
+)
+def test_the_presets_family_chooses_the_built_in_trainer(
+    tmp_path: Path, preset: str, loss: str, kind: type[Trainer]
+) -> None:
+    context = make_context(algorithm={"preset": preset, "loss": {"name": loss}})
+    assert type(build_trainer(context.config, context, tmp_path)) is kind
     assert BaseTrainer is Trainer
+
+
+@pytest.mark.parametrize("part", ["loss", "advantage"])
+def test_code_by_path_is_looked_at_before_anything_is_built(tmp_path: Path, part: str) -> None:
+    config = make_context(algorithm={part: {"name": "absent.py:mine"}}).config
+    with pytest.raises(ConfigError, match=rf"{part}\.name: there is no file 'absent\.py'"):
+        trainer_class(config, tmp_path)

@@ -339,3 +339,15 @@ async def test_a_version_of_another_policy_is_refused(tmp_path: Path) -> None:
 async def test_sync_before_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="start"):
         await make_controller(tmp_path, [FaultyEngine()]).sync(V0)
+
+
+async def test_without_engines_it_publishes_and_nothing_more(tmp_path: Path) -> None:
+    """A reward model has no logprobs that could be probed, and nobody draws from it."""
+    train = ToyTrainService()
+    await train.create(ModelSpec(head="value"))
+    controller = make_controller(tmp_path, [], train=train)
+    await controller.start(V0)
+    await controller.sync(V1, probe_rows=ROWS)
+    assert controller.active is not None
+    assert controller.active.version == V1
+    assert {verb for verb, _ in train.calls} == {"create", "publish_weights"}

@@ -1,8 +1,7 @@
-"""GrpoTrainer and SftTrainer against a train service with true gradients."""
+"""PolicyGradientTrainer and SftTrainer against a train service with true gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,94 +9,33 @@ import numpy as np
 import pytest
 
 from nexrl.algorithms.metrics import METRIC_UNITS
-from nexrl.config.schema import TrainerConfig
 from nexrl.errors import InvariantError
-from nexrl.testing.makers import RecordingTracker, make_batch, make_tracker, make_trajectory
+from nexrl.testing.makers import RecordingTracker, make_batch, make_trajectory
 from nexrl.testing.toy_train_service import ToyTrainService, bigram_logprobs
-from nexrl.trainer.grpo import REFERENCE, GrpoTrainer
+from nexrl.testing.toy_trainer import drawn, drawn_row, make_toy_trainer
+from nexrl.trainer.policy_gradient import REFERENCE
 from nexrl.trainer.sft import SftTrainer
-from nexrl.trainer.trainer import TrainerContext
 from nexrl.types import (
     OptimParams,
     OptimResult,
     PolicyVersion,
     RowChunk,
-    TokenRow,
     Trajectory,
     TrajectoryStatus,
     VersionSpan,
 )
 
-LOOSE = {"lr": 0.5, "grad_clip_norm": 0.0}
-
-
-def make_trainer(
-    service: ToyTrainService | None = None,
-    *,
-    kind: type[GrpoTrainer | SftTrainer] = GrpoTrainer,
-    on_policy_only: bool = True,
-    **settings: Any,
-) -> Any:
-    settings.setdefault("optimizer", LOOSE)
-    context = TrainerContext(
-        train_service=service or ToyTrainService(),
-        config=TrainerConfig(**settings),
-        tracker=make_tracker(),
-        max_response_tokens=8,
-        on_policy_only=on_policy_only,
-    )
-    return kind(context)
-
-
-def drawn_row(
-    service: ToyTrainService, ids: Sequence[int], *, prompt: int = 1, temperature: float = 1.0
-) -> TokenRow:
-    """A row with the logprobs of the service's present weights."""
-    chunk = RowChunk.from_rows([np.array(ids, np.int32)], temperature=temperature)
-    sampled = np.arange(len(ids)) >= prompt
-    return TokenRow(
-        token_ids=chunk.token_ids,
-        loss_mask=sampled,
-        sampled=sampled,
-        behavior_logprobs=bigram_logprobs(service.tables["actor"], chunk) * sampled,
-        temperature=temperature,
-    )
-
-
-def drawn(
-    service: ToyTrainService, num_groups: int = 4, size: int = 3, **fields: Any
-) -> list[Trajectory]:
-    """On-policy trajectories of uneven length, rewards 0 and 1 within each group."""
-    generator = np.random.default_rng(5)
-    made = []
-    for group in range(num_groups):
-        for member in range(size):
-            ids = generator.integers(0, service.vocab_size, 3 + (group + member) % 4)
-            made.append(
-                Trajectory(
-                    rows=(drawn_row(service, ids.tolist()),),
-                    **{
-                        "reward": float(member % 2),
-                        "group_id": f"i{group}/0",
-                        "item_id": f"i{group}",
-                        "trajectory_id": f"t{group}.{member}",
-                        **fields,
-                    },
-                )
-            )
-    return made
-
 
 async def trained(settings: dict[str, Any]) -> tuple[ToyTrainService, dict[str, float]]:
     """The service and the metrics after one batch."""
     service = ToyTrainService()
-    trainer = make_trainer(service, **settings)
+    trainer = make_toy_trainer(service, **settings)
     await trainer.setup()
     metrics = await trainer.train(drawn(service, num_groups=20))
     return service, metrics
 
 
-RICH = {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01, "recompute_proximal": True}
+RICH = {"kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}, "recompute_proximal": True}
 AGGREGATIONS = (
     "token_mean",
     "sequence_mean_token_mean",
@@ -122,9 +60,9 @@ async def test_any_split_into_chunks_gives_the_same_weights_and_metrics(aggregat
 async def test_a_batch_in_two_optimizer_steps_is_two_batches_of_half_the_groups() -> None:
     whole, halves = ToyTrainService(), ToyTrainService()
     rows = drawn(whole)
-    await make_trainer(whole, num_optimizer_steps=2).train(rows)
+    await make_toy_trainer(whole, num_optimizer_steps=2).train(rows)
     for half in (rows[:6], rows[6:]):
-        await make_trainer(halves).train(half)
+        await make_toy_trainer(halves).train(half)
     np.testing.assert_allclose(whole.tables["actor"], halves.tables["actor"], rtol=1e-12)
 
 
@@ -141,7 +79,7 @@ async def test_all_calls_are_submitted_in_order_before_the_first_returns() -> No
 
     service = Slow()
     rows = drawn(service, num_groups=40)
-    await make_trainer(service, num_optimizer_steps=2, max_chunk_bytes=1024).train(rows)
+    await make_toy_trainer(service, num_optimizer_steps=2, max_chunk_bytes=1024).train(rows)
     verbs = [verb for verb, _ in service.calls]
     assert verbs.count("forward_backward") > 2
     assert verbs.count("optim_step") == 2
@@ -152,7 +90,7 @@ async def test_all_calls_are_submitted_in_order_before_the_first_returns() -> No
 
 async def test_learning_raises_the_probability_of_what_was_rewarded() -> None:
     service = ToyTrainService()
-    trainer = make_trainer(service)
+    trainer = make_toy_trainer(service)
     rows = drawn(service)
     for _ in range(5):
         await trainer.train(rows)
@@ -171,7 +109,7 @@ async def test_on_policy_the_ratio_is_one_and_the_engine_agrees() -> None:
         Trajectory(rows=(drawn_row(service, [1, 2, 3, 4], temperature=t),), reward=r, group_id="g")
         for t, r in ((1.0, 0.0), (0.6, 1.0))
     ]
-    metrics = await make_trainer(service).train(rows)
+    metrics = await make_toy_trainer(service).train(rows)
     assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["ratio/max"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["mismatch/max"] == pytest.approx(0.0, abs=1e-6)
@@ -181,7 +119,7 @@ async def test_on_policy_the_ratio_is_one_and_the_engine_agrees() -> None:
 async def test_policy_kl_and_entropy_are_logged_apart_and_add_up_to_the_total() -> None:
     """FR-040, FR-098"""
     service = ToyTrainService()
-    trainer = make_trainer(service, algorithm=RICH)
+    trainer = make_toy_trainer(service, algorithm=RICH)
     await trainer.setup()
     for _ in range(2):
         metrics = await trainer.train(drawn(service))
@@ -205,17 +143,17 @@ async def test_every_metric_has_a_stated_unit() -> None:
 async def test_the_reference_is_the_policy_as_the_stage_began() -> None:
     service = ToyTrainService()
     start = service.tables["actor"].copy()
-    trainer = make_trainer(service, algorithm=RICH)
+    trainer = make_toy_trainer(service, algorithm=RICH)
     await trainer.setup()
     await trainer.train(drawn(service))
     np.testing.assert_array_equal(service.tables[REFERENCE], start)
-    assert trainer.frozen_policies == (REFERENCE,)
+    assert [spec.policy for spec in trainer.further_policies] == [REFERENCE]
 
 
 async def test_a_resume_keeps_the_checkpoints_reference_and_misses_it_when_absent() -> None:
     service = ToyTrainService()
-    state = make_trainer(service, algorithm=RICH).state_dict()
-    resumed = make_trainer(service, algorithm=RICH)
+    state = make_toy_trainer(service, algorithm=RICH).state_dict()
+    resumed = make_toy_trainer(service, algorithm=RICH)
     resumed.load_state_dict(state)
     with pytest.raises(InvariantError, match="needs the reference policy"):
         await resumed.setup()
@@ -227,7 +165,7 @@ async def test_a_resume_keeps_the_checkpoints_reference_and_misses_it_when_absen
 async def test_a_group_that_was_dropped_has_no_kl_either() -> None:
     """FR-037: dropping is stated and total; keeping a constant group keeps its KL term."""
     service = ToyTrainService()
-    trainer = make_trainer(service, algorithm=RICH)
+    trainer = make_toy_trainer(service, algorithm=RICH)
     await trainer.setup()
     service.tables["actor"] = service.tables["actor"] + np.eye(service.vocab_size)
     constant = drawn(service, num_groups=1, reward=1.0)
@@ -243,7 +181,7 @@ async def test_a_trajectory_of_zero_advantage_stays_in_the_denominator() -> None
     service = ToyTrainService()
     rows = drawn(service, num_groups=2)
     rows = [t if t.group_id == "i0/0" else replace(t, reward=1.0) for t in rows]
-    await make_trainer(service).train(rows)
+    await make_toy_trainer(service).train(rows)
     tokens = sum(t.num_response_tokens for t in rows)
     weights = np.concatenate([c.inputs["weight"] for c in service.chunks])
     assert weights.max() == pytest.approx(1 / tokens)
@@ -256,7 +194,7 @@ async def test_an_abstaining_trajectory_is_in_neither_baseline_nor_denominator()
     rows = drawn(service, num_groups=1, size=4)
     rewards = [1.0, None, 0.0, 1.0]
     rows = [replace(t, reward=r) for t, r in zip(rows, rewards, strict=True)]
-    metrics = await make_trainer(service).train(rows)
+    metrics = await make_toy_trainer(service).train(rows)
     assert metrics["reward/trained_mean"] == pytest.approx(2 / 3)
     assert metrics["reward/abstained"] == 1
     assert sum(c.num_rows for c in service.chunks) == 3
@@ -269,7 +207,9 @@ async def test_a_trajectory_of_several_rows_counts_once() -> None:
     rows = [
         Trajectory(rows=(row,) * (2 - i % 2), reward=1.0 - i % 2, group_id="g") for i in range(4)
     ]
-    metrics = await make_trainer(service, algorithm={"advantage": "dr_grpo"}).train(rows)
+    metrics = await make_toy_trainer(service, algorithm={"advantage": {"name": "dr_grpo"}}).train(
+        rows
+    )
     assert metrics["reward/trained_mean"] == 0.5
     advantage = np.concatenate([c.inputs["advantage"] for c in service.chunks])
     assert sorted(set(advantage[advantage != 0].tolist())) == [-0.5, 0.5]
@@ -283,7 +223,7 @@ async def test_nothing_to_train_makes_no_step() -> None:
         Trajectory(tokens=np.array([1, 2]), loss_mask=np.zeros(2, np.bool_), reward=r, group_id="g")
         for r in (0.0, 1.0)
     ]
-    metrics = await make_trainer(service).train(masked)
+    metrics = await make_toy_trainer(service).train(masked)
     assert ("optim_step", "actor") not in service.calls
     assert all(np.isfinite(v) for v in metrics.values())
 
@@ -295,8 +235,8 @@ async def test_rows_without_logprobs_are_recomputed_and_counted() -> None:
         replace(t, rows=(replace(t.rows[0], behavior_logprobs=None),)) if i % 2 else t
         for i, t in enumerate(rows)
     ]
-    metrics = await make_trainer(service).train(bare)
-    await make_trainer(known).train(rows)
+    metrics = await make_toy_trainer(service).train(bare)
+    await make_toy_trainer(known).train(rows)
     np.testing.assert_allclose(service.tables["actor"], known.tables["actor"], rtol=1e-6)
     assert 0 < metrics["mismatch/unknown_share"] < 1
     assert ("forward", "actor") in service.calls
@@ -307,8 +247,8 @@ async def test_rows_without_logprobs_are_refused_off_policy() -> None:
         make_trajectory(logprobs=None, reward=float(i), group_id="g", trajectory_id=f"t{i}")
         for i in range(2)
     ]
-    with pytest.raises(InvariantError, match=r"'t0' has no usable engine logprobs"):
-        await make_trainer(on_policy_only=False).train(bare)
+    with pytest.raises(InvariantError, match=r"'t0' .*has no usable engine logprobs"):
+        await make_toy_trainer(on_policy_only=False).train(bare)
 
 
 async def test_truncated_distributions_are_refused() -> None:
@@ -316,16 +256,16 @@ async def test_truncated_distributions_are_refused() -> None:
     service = ToyTrainService()
     rows = drawn(service, num_groups=1)
     rows[1] = replace(rows[1], rows=(replace(rows[1].rows[0], logprob_kind="truncated"),))
-    with pytest.raises(InvariantError, match=r"'t0\.1' was drawn with top_p"):
-        await make_trainer(service).train(rows)
+    with pytest.raises(InvariantError, match=r"'t0\.1' .*was drawn with top_p"):
+        await make_toy_trainer(service).train(rows)
 
 
 async def test_a_recomputed_proximal_takes_the_engines_place_in_the_ratio() -> None:
     service = ToyTrainService()
     rows = drawn(service)
     service.tables["actor"] = service.tables["actor"] + np.eye(service.vocab_size)
-    plain = await make_trainer(service, optimizer={"lr": 0.0}).train(rows)
-    again = await make_trainer(
+    plain = await make_toy_trainer(service, optimizer={"lr": 0.0}).train(rows)
+    again = await make_toy_trainer(
         service, optimizer={"lr": 0.0}, algorithm={"recompute_proximal": True}
     ).train(rows)
     assert plain["ratio/mean"] != pytest.approx(1.0, abs=1e-3)
@@ -340,7 +280,7 @@ async def test_mismatch_of_stale_rows_is_told_apart() -> None:
     rows = [
         replace(t, rows=(replace(t.rows[0], versions=spans),)) for t in drawn(service, num_groups=1)
     ]
-    trainer = make_trainer(service)
+    trainer = make_toy_trainer(service)
     trainer.version = 2
     assert "mismatch/stale_abs_mean" not in await trainer.train(rows)
     trainer.version = 3
@@ -361,13 +301,13 @@ async def test_a_gradient_that_is_not_finite_stops_the_run_by_default() -> None:
     service = Exploding()
     before = service.tables["actor"].copy()
     with pytest.raises(InvariantError, match=r"step 1 of 1.*is not finite.*skip"):
-        await make_trainer(service).train(drawn(service))
+        await make_toy_trainer(service).train(drawn(service))
     np.testing.assert_array_equal(service.tables["actor"], before)
 
 
 async def test_a_gradient_that_is_not_finite_may_be_skipped_and_is_counted() -> None:
     service = Exploding()
-    trainer = make_trainer(service, num_optimizer_steps=2, on_nonfinite_gradient="skip")
+    trainer = make_toy_trainer(service, num_optimizer_steps=2, on_nonfinite_gradient="skip")
     metrics = await trainer.train(drawn(service))
     assert metrics["optimizer/skipped"] == 1
     assert np.isfinite(metrics["loss/total"])
@@ -377,7 +317,9 @@ async def test_a_gradient_that_is_not_finite_may_be_skipped_and_is_counted() -> 
 async def test_a_loss_of_zero_with_a_gradient_is_explained_once() -> None:
     """FR-056"""
     service = ToyTrainService()
-    trainer = make_trainer(service, algorithm={"loss": {"aggregation": "sequence_mean_token_mean"}})
+    trainer = make_toy_trainer(
+        service, algorithm={"loss": {"aggregation": "sequence_mean_token_mean"}}
+    )
     for _ in range(2):
         await trainer.train(drawn(service))
     tracker: RecordingTracker = trainer.tracker
@@ -390,7 +332,7 @@ async def test_a_loss_of_zero_with_a_gradient_is_explained_once() -> None:
 async def test_many_constant_groups_for_long_bring_advice() -> None:
     """FR-055"""
     service = ToyTrainService()
-    trainer = make_trainer(service)
+    trainer = make_toy_trainer(service)
     rows = drawn(service, reward=1.0)
     for _ in range(9):
         await trainer.train(rows)
@@ -403,14 +345,14 @@ async def test_many_constant_groups_for_long_bring_advice() -> None:
 async def test_a_trajectory_without_a_group_is_refused() -> None:
     """FR-046: groups are explicit, never inferred."""
     with pytest.raises(InvariantError, match="no group_id"):
-        await make_trainer().train([make_trajectory(trajectory_id="t9")])
+        await make_toy_trainer().train([make_trajectory(trajectory_id="t9")])
 
 
 async def test_truncated_trajectories_are_counted() -> None:
     service = ToyTrainService()
     rows = drawn(service, num_groups=1)
     rows[0] = replace(rows[0], status=TrajectoryStatus.TRUNCATED, truncation_cause="length")
-    metrics = await make_trainer(service).train(rows)
+    metrics = await make_toy_trainer(service).train(rows)
     assert metrics["response_length/truncated_share"] == pytest.approx(1 / 3)
 
 
@@ -429,13 +371,13 @@ async def test_supervised_loss_is_the_token_mean_of_the_negative_logprob() -> No
     service = ToyTrainService()
     chunk = RowChunk.from_rows([np.array([1, 2, 3]), np.array([1, 2, 3, 4, 5])])
     expected = -bigram_logprobs(service.tables["actor"], chunk).sum() / 6
-    metrics = await make_trainer(service, kind=SftTrainer).train(supervised())
+    metrics = await make_toy_trainer(service, kind=SftTrainer).train(supervised())
     assert metrics["loss/total"] == pytest.approx(expected, rel=1e-6)
     assert metrics["nll/token"] == pytest.approx(expected, rel=1e-6)
 
 
 async def test_supervised_training_learns_the_rows() -> None:
-    trainer = make_trainer(kind=SftTrainer, optimizer={"lr": 5.0, "grad_clip_norm": 0.0})
+    trainer = make_toy_trainer(kind=SftTrainer, optimizer={"lr": 5.0, "grad_clip_norm": 0.0})
     losses = [(await trainer.train(supervised()))["nll/token"] for _ in range(40)]
     assert losses[-1] < 0.1 * losses[0]
 
@@ -443,10 +385,10 @@ async def test_supervised_training_learns_the_rows() -> None:
 async def test_supervised_training_ignores_the_temperature_of_a_draw() -> None:
     service = ToyTrainService()
     rows = [Trajectory(rows=(drawn_row(service, [1, 2, 3], temperature=0.5),))]
-    await make_trainer(service, kind=SftTrainer).train(rows)
+    await make_toy_trainer(service, kind=SftTrainer).train(rows)
     assert {c.temperature for c in service.chunks} == {1.0}
 
 
 def test_only_reinforcement_needs_rewards() -> None:
-    assert GrpoTrainer.needs == ("reward",)
-    assert SftTrainer.needs == ()
+    assert make_toy_trainer().needs == ("reward",)
+    assert make_toy_trainer(kind=SftTrainer).needs == ()

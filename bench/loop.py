@@ -61,7 +61,7 @@ def settings(
             "max_concurrent": concurrency,
         },
         "trajectory_pool": {"store": {"enabled": store}},
-        "trainer": {"num_steps": batches},
+        "trainer": {"num_steps": batches, "algorithm": {"kl": {"coefficient": 0.0}}},
         "service": {"train_service": {"model_path": str(model)}},
     }
 

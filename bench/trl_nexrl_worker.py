@@ -80,6 +80,7 @@ def main() -> None:
         "trainer": {
             "num_steps": settings["steps"],
             "optimizer": {"lr": settings["lr"]},
+            "algorithm": {"preset": "grpo", "kl": {"coefficient": 0.0}},
         },
         "service": {
             "train_service": {"model_path": str(folder / "model"), "placement": placement},

@@ -7,6 +7,7 @@ import pytest
 
 from nexrl.errors import FailureClass, InvariantError
 from nexrl.types import (
+    Column,
     Completion,
     Failure,
     LedgerSnapshot,
@@ -96,6 +97,17 @@ def test_a_row_whose_arrays_disagree_is_refused(fields: dict[str, object], messa
     """FR-004: ids, mask, logprobs and versions are one structure, checked at the door."""
     with pytest.raises(InvariantError, match=message):
         TokenRow(**{"token_ids": ints(1, 2), "loss_mask": flags(1, 1), **fields})  # type: ignore[arg-type]
+
+
+def test_routed_experts_that_do_not_cover_a_row_are_refused() -> None:
+    """FR-100: 6 tokens, 2 layers, 2 experts each; 4 entries are not enough."""
+    routes = Column(values=np.zeros((4, 2, 2), np.int32), alignment="state_at_token")
+    with pytest.raises(InvariantError, match="'routed_experts' has length 4, token_ids has 6"):
+        TokenRow(
+            token_ids=np.arange(6, dtype=np.int32),
+            loss_mask=np.ones(6, np.bool_),
+            columns={"routed_experts": routes},
+        )
 
 
 def test_a_completion_with_fewer_logprobs_than_tokens_is_refused() -> None:

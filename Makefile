@@ -10,7 +10,7 @@ TRL_VERSION := 1.16.0
 PYTEST := $(PYTHON) -u -m pytest
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help setup demo demo-smollm2 test check static format bench bench-trl clean
+.PHONY: help setup demo demo-smollm2 test check static format bench bench-trl certify certify-trl learn clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -68,6 +68,16 @@ $(TRL_VENV)/stamp: constraints.txt Makefile
 
 bench-trl: $(VENV)/dev.stamp $(TRL_VENV)/stamp ## Side by side with TRL, in an environment of its own
 	$(PYTHON) bench/trl_side_by_side.py --trl-python $(TRL_VENV)/bin/python
+
+certify: $(VENV)/dev.stamp ## Every algorithm against its reference; writes docs/certificate.md
+	$(PYTHON) -m tests.certify
+
+certify-trl: $(VENV)/dev.stamp $(TRL_VENV)/stamp ## The same, beside TRL's own losses on the same tensors
+	$(PYTHON) -m tests.certify.trl_comparison --trl-python $(TRL_VENV)/bin/python
+	$(PYTHON) -m tests.certify
+
+learn: $(VENV)/dev.stamp ## A short run of every preset on the tiny model; writes docs/learn.svg
+	$(PYTHON) bench/learn.py
 
 clean: ## Remove environments, caches and build products; runs stay
 	rm -rf $(VENV) $(TRL_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

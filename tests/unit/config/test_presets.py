@@ -84,7 +84,6 @@ def test_every_setting_of_a_preset_is_a_setting_there_is(name: str) -> None:
 
 OTHER_WORDS = {
     "std": "none",
-    "estimator": "k2",
     "baseline": "moving",
     "aggregation": "trajectory_mean",
     "level": "geometric",
@@ -99,6 +98,8 @@ FIXED = ("name", "type", "action", "placement", "greedy_baseline", "recompute_pr
 def another(key: str, value: Any) -> Any:
     """Another value that the same rules accept."""
     leaf = key.rpartition(".")[2]
+    if leaf == "estimator":
+        return "k3" if value == "k2" else "k2"
     if leaf in OTHER_WORDS:
         return OTHER_WORDS[leaf]
     if isinstance(value, bool):

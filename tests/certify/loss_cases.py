@@ -1,0 +1,154 @@
+"""Inputs on which a loss is held against its reference: random ones and degenerate ones.
+
+A case has every array that the loss may use, drawn from the seed alone. Trained tokens only, row
+by row; float64 numbers that float32 holds exactly, so that both precisions see the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nexrl.algorithms.kl import KL_IN_LOSS
+from nexrl.algorithms.loss_definition import LossDefinition, PreparedStep
+
+Array = npt.NDArray[Any]
+NUM_CANDIDATES = 3
+LENGTHS = (5, 1, 3, 8, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCase:
+    """Arguments of one evaluation of a loss."""
+
+    label: str
+    """What is special about it."""
+    lengths: tuple[int, ...]
+    """Trained tokens of each row."""
+    outputs: Mapping[str, Array]
+    """[n] or [n, K] by output of the model."""
+    inputs: Mapping[str, Array]
+    """[n] or [n, K] by input of the loss; `row` where the loss is of level row."""
+    settings: Mapping[str, Any]
+    """Complete settings."""
+    configured: Mapping[str, Any] = field(default_factory=dict)
+    """The same before `prepare` replaced some."""
+
+
+def loss_cases(definition: LossDefinition, variants: Sequence[Mapping[str, Any]]) -> list[LossCase]:
+    """Every degenerate case under every variant of settings, and several random ones."""
+    return [
+        prepared(definition, case)
+        for number, settings in enumerate([{}, *variants, *_regularisers(definition)])
+        for case in _cases(definition, dict(settings), seed=100 * number)
+    ]
+
+
+def prepared(definition: LossDefinition, case: LossCase) -> LossCase:
+    """With what `prepare` adds for a step that holds just this case."""
+    if definition.prepare is None:
+        return case
+    step: PreparedStep = definition.prepare(case.outputs, case.inputs, case.settings)
+    return replace(
+        case,
+        inputs={**case.inputs, **{k: np.asarray(v) for k, v in step.inputs.items()}},
+        settings={**case.settings, **step.settings},
+        configured=case.settings,
+    )
+
+
+def _regularisers(definition: LossDefinition) -> Iterator[dict[str, Any]]:
+    if "kl_coefficient" in definition.config:
+        for estimator in KL_IN_LOSS:
+            yield {"kl_coefficient": 0.3, "kl_estimator": estimator}
+    if "entropy_coefficient" in definition.config:
+        yield {"entropy_coefficient": 0.05}
+
+
+def _cases(definition: LossDefinition, settings: dict[str, Any], seed: int) -> Iterator[LossCase]:
+    for number in range(2):
+        yield random_case(definition, settings, LENGTHS, seed + number, label="random")
+    one = random_case(definition, settings, (1,), seed, label="one token")
+    yield one
+    base = random_case(definition, settings, LENGTHS, seed)
+    ones = np.ones(sum(LENGTHS))
+    if "advantage" in base.inputs:
+        yield _with_inputs(base, "zero advantages", advantage=0.0 * ones)
+    if "proximal_logprobs" in base.inputs:
+        for sign, label in ((1.0, "all beyond the upper bound"), (-1.0, "all beyond the lower")):
+            shifted = base.outputs["logprobs"] - sign * 2.0
+            yield _with_inputs(base, label, proximal_logprobs=shifted, advantage=sign * ones)
+        yield _with_inputs(base, "on policy", proximal_logprobs=base.outputs["logprobs"])
+    if "correction" in definition.optional:
+        kept = np.where(np.arange(len(ones)) % 3 == 0, 0.0, 1.5)
+        yield _with_inputs(base, "correction", correction=kept)
+        yield _with_inputs(base, "all masked by a correction", correction=0.0 * ones)
+
+
+def _with_inputs(case: LossCase, label: str, **inputs: Array) -> LossCase:
+    return replace(case, label=label, inputs={**case.inputs, **inputs})
+
+
+def random_case(
+    definition: LossDefinition,
+    settings: Mapping[str, Any],
+    lengths: Sequence[int],
+    seed: int,
+    *,
+    label: str = "random",
+) -> LossCase:
+    """Rows of the given lengths; a logprob is within about one nat of the others of its token."""
+    rng = np.random.default_rng(seed)
+    num = sum(lengths)
+    complete = definition.resolve(settings)
+    logprobs = -rng.gamma(2.0, 0.7, num) - 0.01
+    near = {
+        key: np.minimum(logprobs + rng.normal(0.0, 0.5, num), -1e-3)
+        for key in ("proximal_logprobs", "behavior_logprobs", "reference_logprobs")
+    }
+    candidates = np.log(rng.dirichlet(np.full(NUM_CANDIDATES + 1, 2.0), num)[:, :-1])
+    teacher = np.log(rng.dirichlet(np.full(NUM_CANDIDATES + 1, 2.0), num)[:, :-1])
+    values = rng.normal(0.0, 1.0, num)
+    row_level = definition.level == "row"
+    drawn = rng.normal(0.0, 1.0, len(lengths) if row_level else num)
+    pool: dict[str, Array] = {
+        **near,
+        "weight": rng.uniform(0.05, 0.3, num),
+        "advantage": np.repeat(drawn, lengths) if row_level else drawn,
+        "returns": values + rng.normal(0.0, 0.8, num),
+        "old_values": values + rng.normal(0.0, 0.3, num),
+        "teacher_logprobs": np.minimum(logprobs + rng.normal(0.0, 0.5, num), -1e-3),
+        "teacher_candidate_logprobs": teacher,
+    }
+    wanted = [name for name in definition.required if name in pool]
+    if complete.get("kl_coefficient"):
+        wanted.append("reference_logprobs")
+    if "proximal_logprobs" in definition.optional and complete.get("kl_coefficient"):
+        wanted.append("proximal_logprobs")
+    if seed % 2:
+        others = ("behavior_logprobs", "proximal_logprobs")
+        wanted += [name for name in others if name in definition.optional]
+    inputs = {name: _short(pool[name]) for name in wanted}
+    if "candidate_ids" in definition.required:
+        inputs["candidate_ids"] = np.tile(np.arange(NUM_CANDIDATES), (num, 1))
+    if row_level:
+        inputs["row"] = np.repeat(np.arange(len(lengths)), lengths)
+    produced = {
+        "logprobs": logprobs,
+        "entropy": rng.uniform(0.1, 2.0, num),
+        "values": values,
+        "candidate_logprobs": candidates,
+    }
+    outputs = {name: _short(produced[name]) for name in definition.outputs(settings)}
+    return LossCase(
+        label=label, lengths=tuple(lengths), outputs=outputs, inputs=inputs, settings=complete
+    )
+
+
+def _short(array: Array) -> Array:
+    """The nearest float32 numbers, as float64."""
+    return array.astype(np.float32).astype(np.float64)

@@ -7,6 +7,8 @@ trained token, or at the end of its last turn; nothing follows after that.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from nexrl.algorithms.advantage_definition import (
@@ -42,12 +44,13 @@ def _gae(inputs: AdvantageInputs, _: GroupStatistics, settings: AdvantageSetting
     policy_factors = settings.gamma * _policy_lambdas(lengths, settings)
     critic_factor = float(settings.gamma * critic_lambda)
     shared = settings.length_adaptive is None and critic_lambda == settings.gae_lambda
-    num_tokens = int(lengths.sum())
-    advantages, returns, moments = np.empty(num_tokens), np.empty(num_tokens), Moments()
+    num_tokens, dtype = int(lengths.sum()), _working_dtype(inputs.values, inputs.token_rewards)
+    advantages, returns = np.empty(num_tokens, dtype), np.empty(num_tokens, dtype)
+    moments = Moments()
     for some, tokens in chunks(lengths):
-        deltas = _token_rewards(inputs, some, tokens)
-        values = np.asarray(inputs.values[tokens], np.float64)
-        bootstrap = settings.gamma * values
+        deltas = _token_rewards(inputs, some, tokens, dtype)
+        values = np.asarray(inputs.values[tokens], dtype)
+        bootstrap = values * dtype(settings.gamma)
         bootstrap[segment_starts(lengths[some])] = 0.0
         deltas[:-1] += bootstrap[1:]
         deltas -= values
@@ -78,9 +81,10 @@ def _reinforce_pp(
     2025, equations 4 and 5.
     """
     lengths = _lengths(inputs)
-    advantages, moments = np.empty(int(lengths.sum())), Moments()
+    dtype = _working_dtype(inputs.token_rewards)
+    advantages, moments = np.empty(int(lengths.sum()), dtype), Moments()
     for some, tokens in chunks(lengths):
-        rewards = _token_rewards(inputs, some, tokens)
+        rewards = _token_rewards(inputs, some, tokens, dtype)
         found = discounted_sums(rewards, lengths[some], float(settings.gamma))
         advantages[tokens] = found
         moments.add(found)
@@ -94,10 +98,17 @@ def _lengths(inputs: AdvantageInputs) -> IndexArray:
     return inputs.lengths
 
 
-def _token_rewards(inputs: AdvantageInputs, some: slice, tokens: slice) -> Float64Array:
+def _working_dtype(*arrays: Any) -> Any:
+    """float32 where every per-token array given is: what comes from a model has no more digits, and
+    half the memory is half the time. Else float64."""
+    given = [array for array in arrays if array is not None]
+    return np.float32 if given and all(a.dtype == np.float32 for a in given) else np.float64
+
+
+def _token_rewards(inputs: AdvantageInputs, some: slice, tokens: slice, dtype: Any) -> Any:
     """Reward at each token of some trajectories, a new array; theirs is earned at the last one."""
     lengths = _lengths(inputs)[some]
-    rewards = np.zeros(tokens.stop - tokens.start)
+    rewards = np.zeros(tokens.stop - tokens.start, dtype)
     if inputs.token_rewards is not None:
         rewards += inputs.token_rewards[tokens]
     rewards[segment_ends(lengths)] += inputs.rewards[some][lengths > 0]
@@ -160,7 +171,8 @@ def _turn_returns(
     assert inputs.turn_counts is not None
     earned = earned.copy()
     earned[segment_ends(inputs.turn_counts)] += inputs.rewards[inputs.turn_counts > 0]
-    return discounted_sums(earned, inputs.turn_counts, float(settings.gamma))
+    found: Float64Array = discounted_sums(earned, inputs.turn_counts, float(settings.gamma))
+    return found
 
 
 def _spread_turns(inputs: AdvantageInputs, per_turn: Float64Array) -> Advantages:

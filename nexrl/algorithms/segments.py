@@ -15,6 +15,9 @@ from nexrl.algorithms.groups import Float64Array, IndexArray
 
 BLOCK = 16
 """Entries that one matrix product steps over; larger multiplies more, smaller recurses deeper."""
+ONE_THREAD = 1 << 18
+"""Multiplications of a matrix product that BLAS still does in the calling thread. Its worker threads
+spin, and cost more than they bring while a model trains beside."""
 CHUNK = 1 << 16
 """Entries worked on at a time: their arrays stay in a core's cache."""
 
@@ -49,10 +52,8 @@ def chunks(lengths: IndexArray) -> Iterator[tuple[slice, slice]]:
         begin, done = end, until
 
 
-def discounted_sums(
-    values: Float64Array, lengths: IndexArray, factor: float | Float64Array
-) -> Float64Array:
-    """[M] y_t = x_t + factor y_{t+1} within each segment, y = 0 behind its end.
+def discounted_sums(values: Any, lengths: IndexArray, factor: float | Float64Array) -> Any:
+    """[M] y_t = x_t + factor y_{t+1} within each segment, y = 0 behind its end; the values' dtype.
 
     `factor` is one number or [S], one for each segment. Blocks are solved at once, given what
     comes in from the next block; what comes in is the same recurrence over the blocks' own sums,
@@ -65,19 +66,17 @@ def discounted_sums(
     blocks, filled = _blocks(values, lengths, num_blocks)
     of_block = factor if isinstance(factor, float) else np.repeat(factor, num_blocks)
     if num_blocks.max() > 1:
-        below = factor**BLOCK
-        sums = discounted_sums(_first_of_block(blocks, of_block), num_blocks, below)
-        incoming = np.zeros(len(blocks))
+        sums = discounted_sums(_first_of_block(blocks, of_block), num_blocks, factor**BLOCK)
+        incoming = np.zeros(len(blocks), blocks.dtype)
         incoming[:-1] = sums[1:]
         incoming[segment_ends(num_blocks)] = 0.0
-        blocks[:, -1] += of_block * incoming
+        incoming *= of_block
+        blocks[:, -1] += incoming
     solved = _solve(blocks, of_block).reshape(-1)
     return solved if filled is None else solved[filled]
 
 
-def _blocks(
-    values: Float64Array, lengths: IndexArray, num_blocks: IndexArray
-) -> tuple[Float64Array, Any]:
+def _blocks(values: Any, lengths: IndexArray, num_blocks: IndexArray) -> tuple[Any, Any]:
     """A copy as [blocks, BLOCK], each segment filled up with zeros, and where its entries are."""
     missing = num_blocks * BLOCK - lengths
     if not missing.any():
@@ -86,15 +85,16 @@ def _blocks(
     before = np.cumsum(missing) - missing
     offsets = np.cumsum(num_blocks) * BLOCK - missing
     filled[np.repeat(offsets - before, missing) + np.arange(int(missing.sum()))] = False
-    padded = np.zeros(len(filled))
+    padded = np.zeros(len(filled), values.dtype)
     padded[filled] = values
     return padded.reshape(-1, BLOCK), filled
 
 
-def _first_of_block(blocks: Float64Array, factor: float | Float64Array) -> Float64Array:
+def _first_of_block(blocks: Any, factor: float | Float64Array) -> Any:
     """[blocks] the sum at each block's first entry, nothing coming in."""
     if isinstance(factor, float):
-        return blocks @ _kernel(factor)[:, 0]
+        # A product with two columns costs as much as one with BLOCK of them.
+        return _times(blocks, _kernel(factor, blocks.dtype))[:, 0].copy()
     sums = blocks[:, -1].copy()
     for column in range(BLOCK - 2, -1, -1):
         sums *= factor
@@ -102,17 +102,25 @@ def _first_of_block(blocks: Float64Array, factor: float | Float64Array) -> Float
     return sums
 
 
-def _solve(blocks: Float64Array, factor: float | Float64Array) -> Float64Array:
+def _solve(blocks: Any, factor: float | Float64Array) -> Any:
     """[blocks, BLOCK] the sum at every entry, nothing coming in."""
     if isinstance(factor, float):
-        return blocks @ _kernel(factor)
+        return _times(blocks, _kernel(factor, blocks.dtype))
     for column in range(BLOCK - 2, -1, -1):
         blocks[:, column] += factor * blocks[:, column + 1]
     return blocks
 
 
+def _times(blocks: Any, kernel: Any) -> Any:
+    """blocks @ kernel, in parts that need no threads."""
+    product, rows = np.empty_like(blocks), ONE_THREAD // BLOCK**2
+    for begin in range(0, len(blocks), rows):
+        np.matmul(blocks[begin : begin + rows], kernel, out=product[begin : begin + rows])
+    return product
+
+
 @lru_cache(maxsize=64)
-def _kernel(factor: float) -> Float64Array:
+def _kernel(factor: float, dtype: Any) -> Any:
     """[BLOCK, BLOCK] what an entry (row) adds to the sum at an earlier one (column)."""
     steps = np.subtract.outer(np.arange(BLOCK), np.arange(BLOCK))
-    return np.where(steps >= 0, factor ** np.maximum(steps, 0.0), 0.0)
+    return np.where(steps >= 0, factor ** np.maximum(steps, 0.0), 0.0).astype(dtype)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from nexrl.algorithms.groups import CONSTANT_SPREAD, Float64Array, IndexArray
 from nexrl.algorithms.segments import CHUNK
 
@@ -37,9 +39,11 @@ class Moments:
         if not values.size:
             return
         mean = float(values.mean())
-        deviations = values - mean
+        deviations = values - values.dtype.type(mean)
         gap, total = mean - self.mean, self.count + values.size
-        self.squares += float(deviations @ deviations) + gap**2 * self.count * values.size / total
+        # Not `@`: BLAS would start threads for it, see ONE_THREAD in `segments.py`.
+        squares = float(np.einsum("i,i", deviations, deviations))
+        self.squares += squares + gap**2 * self.count * values.size / total
         self.mean += gap * values.size / total
         self.count = total
 
@@ -75,7 +79,9 @@ def _moments_of_repeated(values: Float64Array, counts: IndexArray) -> Moments:
 
 def whiten_in_place(values: Float64Array, moments: Moments) -> None:
     """The same with the moments of `values` already known."""
-    if moments.std <= CONSTANT_SPREAD * max(1.0, abs(moments.mean)):
+    # In float32 a constant batch has the spread of its rounding, which must not be blown up.
+    smallest = max(CONSTANT_SPREAD, 16 * float(np.finfo(values.dtype).eps))
+    if moments.std <= smallest * max(1.0, abs(moments.mean)):
         values[:] = 0.0
         return
     scale = 1.0 / (moments.std + WHITEN_EPSILON)

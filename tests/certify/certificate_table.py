@@ -93,16 +93,20 @@ def listed(text: str) -> set[tuple[str, str]]:
     found, family = set(), ""
     for line in text.splitlines():
         if line.startswith("## "):
-            family = line[3:].removesuffix("s")
+            family = line[3:].removesuffix("es" if line.endswith("sses") else "s")
         if line.startswith("| `"):
             found.add((family, line.split("`")[1]))
     return found
 
 
+def _title(family: str) -> str:
+    return f"{family}es" if family.endswith("s") else f"{family}s"
+
+
 def _family(family: str, rows: Sequence[Certified]) -> str:
     checks = [check for check in BOUNDS if any(check in row.errors for row in rows)]
     lines = [
-        f"## {family}{'es' if family.endswith('s') else 's'}",
+        f"## {_title(family)}",
         "",
         _line(["name", *checks]),
         _line(["---"] * (len(checks) + 1)),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nexrl.atomic import atomic_folder
-from nexrl.errors import InvariantError
+from nexrl.errors import ConfigError, InvariantError
 from nexrl.services.train.protocol import TrainService
 from nexrl.types import ModelSpec, PolicyVersion
 from nexrl.wire import pack, unpack
@@ -118,17 +118,27 @@ def train_folder(folder: Path, policy: str) -> str:
     return str((folder / "train" / policy).absolute())
 
 
-async def load_policies(
-    folder: Path, manifest: CheckpointManifest, train: TrainService, *, further: Sequence[ModelSpec]
-) -> None:
-    """Put the trained policy, which is already hosted, and the further ones back; those that are
-    trained (a critic) with their optimizers."""
-    trained = manifest.policy_version.policy
-    await train.load_state(trained, train_folder(folder, trained))
-    for spec in further:
+async def load_policies(folder: Path, train: TrainService, specs: Sequence[ModelSpec]) -> None:
+    """Host policies as the checkpoint holds them; those that are trained with their optimizers.
+
+    ConfigError when it does not hold one, which this configuration asks for and the one before the
+    resume did not.
+    """
+    for spec in specs:
+        _require_policy(folder, spec.policy)
         await train.create(spec)
         path = train_folder(folder, spec.policy)
         await train.load_state(spec.policy, path, with_optimizer=spec.trainable)
+
+
+def _require_policy(folder: Path, policy: str) -> None:
+    held = sorted(p.name for p in (folder / "train").iterdir())
+    if policy not in held:
+        raise ConfigError(
+            f"resume: the checkpoint {folder} holds no policy {policy!r} (it holds: "
+            f"{', '.join(held)}): a reference or a critic that was not there cannot be added on the "
+            "way (accepted: trainer.algorithm as it was, or a new run)"
+        )
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:

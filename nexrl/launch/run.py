@@ -284,10 +284,7 @@ class _Run:
             if manifest and self._checkpoint and index == manifest.stage_index:
                 _restore(stage, result, self._checkpoint)
                 await load_policies(
-                    self._checkpoint[0],
-                    manifest,
-                    surroundings.train,
-                    further=stage.trainer.further_policies,
+                    self._checkpoint[0], surroundings.train, stage.trainer.further_policies
                 )
             elif index:
                 await surroundings.train.reset_optimizer(DEFAULT_POLICY)
@@ -312,11 +309,11 @@ class _Run:
             head=self._head,
             seed=self._config.seed,
         )
-        await services.train.create(spec)
         if self._checkpoint is None:
+            await services.train.create(spec)
             return PolicyVersion(policy=DEFAULT_POLICY, incarnation=incarnation, number=0)
         folder, manifest = self._checkpoint
-        await load_policies(folder, manifest, services.train, further=())
+        await load_policies(folder, services.train, [spec])
         old = manifest.policy_version
         return PolicyVersion(policy=old.policy, incarnation=incarnation, number=old.number)
 

@@ -221,7 +221,7 @@ class ToyTrainService:
         return TrainInfo(
             policy=policy,
             num_parameters=self._table(policy).size if door.trainable else 0,
-            vocab_size=self.vocab_size,
+            vocab_size=door.vocab_size,
             max_positions=self.max_positions,
             dtype="float64",
             optimizer_step=self.steps[policy],
@@ -247,7 +247,7 @@ class ToyTrainService:
             policy=policy,
             head="lm" if self._table(policy).ndim == 2 else "value",
             trainable=policy not in self.frozen,
-            vocab_size=self.vocab_size,
+            vocab_size=len(self._table(policy)),
             max_positions=self.max_positions,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +104,25 @@ def trained_lengths(table: RowTable, num_trajectories: int) -> IndexArray:
 
 
 def row_column(table: RowTable, trajectories: Sequence[Trajectory], name: str) -> Array:
-    """[N, ...] a further column of the rows; InvariantError names a trajectory without it."""
+    """[N] a further column of the rows; InvariantError names a trajectory without it, or whose
+    entries are no numbers about each token given the tokens before it."""
     for index, row in zip(table.trajectories.tolist(), table.rows, strict=True):
-        if name not in row.columns:
+        found = row.columns.get(name)
+        if found is None:
             raise InvariantError(
                 f"{describe(trajectories[index])} has no column {name!r}, which "
                 f"trainer.algorithm needs (its columns: {sorted(row.columns) or 'none'})"
             )
+        if found.values.ndim != 1 or found.alignment != "token_given_prefix":
+            raise InvariantError(
+                f"{describe(trajectories[index])}: column {name!r} has shape "
+                f"{found.values.shape} and alignment {found.alignment!r} (accepted: one number a "
+                "token, of the token given those before it)"
+            )
     if not table.num_rows:
         return np.zeros(0, np.float32)
     column: Array = np.concatenate([row.columns[name].values for row in table.rows])
-    broken = ~np.isfinite(column.reshape(len(column), -1)).all(axis=1) & table.mask
+    broken = ~np.isfinite(column) & table.mask
     if broken.any():
         row_number = int(table.owners(np.flatnonzero(broken)[:1])[0])
         owner = trajectories[int(table.trajectories[row_number])]
@@ -234,4 +243,4 @@ def _require_each(
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, Real) and math.isfinite(value)

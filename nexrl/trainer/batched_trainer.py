@@ -7,8 +7,9 @@ another, every call submitted before the first returns, and judges what came bac
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -203,7 +204,7 @@ class BatchedTrainer(Trainer):
             )
             for plan, chunks, settings in zip(plans, chunks_of, params, strict=True)
         ]
-        self._refuse_nonfinite(steps)
+        self._refuse_nonfinite(policy, steps)
         return Outcome(steps=steps, columns=columns)
 
     async def run_client_steps(
@@ -213,7 +214,6 @@ class BatchedTrainer(Trainer):
         objective: Callable[[StepPlan, Mapping[str, Tensor]], Tensor],
         *,
         outputs: tuple[str, ...] = ("logprobs",),
-        policy: str | None = None,
     ) -> Outcome:
         """Optimizer steps of a loss that is computed here (`client_loss.py`).
 
@@ -221,11 +221,10 @@ class BatchedTrainer(Trainer):
         with gradients, and returns a scalar; only its gradients are sent. Each step waits for its
         own forward pass, so steps are not pipelined.
         """
-        policy = policy or self.policy
         columns: dict[str, FloatArray] = {}
         steps: list[StepOutcome] = []
         for plan in plans:
-            found = await self.forward_outputs(policy, table, plan.rows, outputs)
+            found = await self.forward_outputs(self.policy, table, plan.rows, outputs)
             at = plan.positions
             loss, gradients = differentiate(
                 partial(objective, plan), {name: values[at] for name, values in found.items()}
@@ -235,29 +234,44 @@ class BatchedTrainer(Trainer):
                 spread[name][at] = gradients[name]
                 columns.setdefault(name, np.zeros_like(values))[at] = values[at]
             settings = self.next_optim_params()
-            calls: list[Coroutine[Any, Any, Any]] = [
-                self.train_service.backward(
-                    policy, chunk.rows, {n: g[chunk.positions] for n, g in spread.items()}
-                )
-                for chunk in make_chunks(
-                    table, plan.rows, {}, max_chunk_bytes=self.config.max_chunk_bytes
-                )
-            ]
-            calls.append(self.train_service.optim_step(policy, settings))
-            result = (await in_flight(calls))[-1]
+            result = await self._step_from(table, plan, spread, settings)
             steps.append(StepOutcome(plan=plan, loss=loss, lr=settings.lr, result=result))
-        self._refuse_nonfinite(steps)
+        self._refuse_nonfinite(self.policy, steps)
         return Outcome(steps=steps, columns=columns)
 
-    def _refuse_nonfinite(self, steps: Sequence[StepOutcome]) -> None:
+    async def _step_from(
+        self,
+        table: RowTable,
+        plan: StepPlan,
+        gradients: Mapping[str, FloatArray],
+        settings: OptimParams,
+    ) -> OptimResult:
+        """One optimizer step from gradients [N, ...] of outputs; none when one is not finite."""
+        if not all(np.isfinite(gradient).all() for gradient in gradients.values()):
+            taken = (await self.train_service.info(self.policy)).optimizer_step
+            return OptimResult(grad_norm=math.nan, applied=False, optimizer_step=taken)
+        chunks = make_chunks(  # gradients count among what fills a chunk
+            table, plan.rows, gradients, max_chunk_bytes=self.config.max_chunk_bytes
+        )
+        calls: list[Coroutine[Any, Any, Any]] = [
+            self.train_service.backward(
+                self.policy, replace(chunk.rows, inputs={}), chunk.rows.inputs
+            )
+            for chunk in chunks
+        ]
+        calls.append(self.train_service.optim_step(self.policy, settings))
+        result: OptimResult = (await in_flight(calls))[-1]
+        return result
+
+    def _refuse_nonfinite(self, policy: str, steps: Sequence[StepOutcome]) -> None:
         for number, step in enumerate(steps):
             if step.result.applied:
                 continue
             self.tracker.count("optimizer/skipped_total")
             if self.config.on_nonfinite_gradient == "stop":
                 raise InvariantError(
-                    f"{type(self).__name__}: the gradient of optimizer step {number + 1} of "
-                    f"{len(steps)} in batch version {self.version} is not finite (grad_norm "
+                    f"{type(self).__name__}: the gradient of policy {policy!r} in optimizer step "
+                    f"{number + 1} of {len(steps)} in batch version {self.version} is not finite (grad_norm "
                     f"{step.result.grad_norm}, loss {step.loss}); the step was not applied. "
                     "trainer.on_nonfinite_gradient: skip would leave such steps out"
                 )

@@ -66,19 +66,14 @@ class OfflineTrainer(BatchedTrainer):
         response_length/*, each at the weights that an entry was trained with."""
         batch = self._collect(trajectories)
         constants = await self.prepare(batch)
-        outcome = Outcome(steps=[], columns={})
+        objective = partial(self._objective, batch, constants)
+        made: list[Outcome] = []
         for plan in self.plan_steps(batch.table, batch.trajectories):
             await self.prepare_step(batch, plan, constants)
-            made = await self.run_client_steps(
-                batch.table,
-                [plan],
-                partial(self._objective, batch, constants),
-                outputs=(self._output,),
+            made.append(
+                await self.run_client_steps(batch.table, [plan], objective, outputs=(self._output,))
             )
-            outcome.steps.extend(made.steps)
-            for name, column in made.columns.items():
-                whole = outcome.columns.setdefault(name, np.zeros_like(column))
-                whole[plan.positions] = column[plan.positions]
+        outcome = Outcome.join(made)
         inputs = {**constants, **self._moved(batch, outcome.columns[self._output])}
         lengths = np.array([t.num_response_tokens for t in trajectories])
         return {

@@ -66,6 +66,7 @@ class PolicyGradientTrainer(BatchedTrainer):
         self._teacher = Teacher(
             algorithm.teacher,
             needs=(*self._estimator.needs, *self._loss.definition.required),
+            optional=self._loss.definition.optional,
             recipe_dir=context.recipe_dir,
         )
         self._critic = (
@@ -98,8 +99,16 @@ class PolicyGradientTrainer(BatchedTrainer):
         """Make the reference, the critic and the teacher as the stage begins; a resume keeps the
         checkpoint's. The teacher never changes, so it is read from its folder each time."""
         await super().setup()
-        if self._teacher.spec is not None:
-            await self.train_service.create(self._teacher.spec)
+        if self._teacher.spec is None:
+            return
+        teacher = await self.train_service.create(self._teacher.spec)
+        student = await self.train_service.info(self.policy)
+        if teacher.vocab_size != student.vocab_size:
+            self.tracker.warn(
+                f"trainer.algorithm.teacher.path: the teacher's vocabulary has {teacher.vocab_size} "
+                f"ids, the policy's {student.vocab_size}. Distillation compares token ids, so both "
+                "must have one tokenizer; only the padding behind it may differ"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, the moving baseline, the adaptive entropy coefficient."""
@@ -124,6 +133,8 @@ class PolicyGradientTrainer(BatchedTrainer):
     async def train(self, trajectories: list[Trajectory]) -> dict[str, float]:
         """One batch; metrics by the names and units of `algorithms.metrics.METRIC_UNITS`."""
         scored = [t for t in trajectories if t.reward is not None or not self._needs_reward]
+        if not scored:
+            return {"reward/abstained": float(len(trajectories))}
         table = flatten(scored)
         self._refuse_untrainable(table, scored)
         columns = await self._frozen_columns(table, scored)
@@ -141,7 +152,7 @@ class PolicyGradientTrainer(BatchedTrainer):
         )
         metrics = {
             **judgement_metrics(scored, inputs, shaped, found, kept),
-            **length_metrics(lengths, truncated),
+            **length_metrics(lengths[kept], truncated[kept]),
             "reward/abstained": float(len(trajectories) - len(scored)),
         }
         chosen = kept[table.trajectories]

@@ -63,8 +63,9 @@ class PreferenceTrainer(OfflineTrainer):
         table = mismatched_rows(batch.table, plan.rows, max_tokens=info.max_positions)
         if not table.num_rows:
             self.tracker.warn(
-                "kto: an optimizer step with a single row has no mismatched pair, so its z0 is 0 "
-                "(accepted: data.batch_size of at least 2 x trainer.num_optimizer_steps)"
+                "kto: an optimizer step of a single prompt has no mismatched pair, so its z0 is 0 "
+                "(accepted: data.batch_size of at least 2 x trainer.num_optimizer_steps, with "
+                "different prompts)"
             )
             return 0.0
         rows = np.arange(table.num_rows)

@@ -23,9 +23,19 @@ TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
 class Teacher:
     """Whether the estimator or the loss wants a teacher, and where its logprobs come from."""
 
-    def __init__(self, config: TeacherConfig, *, needs: Sequence[str], recipe_dir: Path) -> None:
+    def __init__(
+        self,
+        config: TeacherConfig,
+        *,
+        needs: Sequence[str],
+        optional: Sequence[str] = (),
+        recipe_dir: Path,
+    ) -> None:
+        """`needs` are what estimator and loss ask for, `optional` what the loss takes when a
+        teacher is configured, as a recipe's own loss does."""
         candidates = TEACHER_CANDIDATE_LOGPROBS in needs
-        self.wanted = candidates or TEACHER_LOGPROBS in needs
+        offered = config.path is not None and TEACHER_LOGPROBS in optional
+        self.wanted = candidates or offered or TEACHER_LOGPROBS in needs
         """Whether anything asks for it."""
         self.spec: ModelSpec | None = None
         """What to host on the train service; None when the rows bring its logprobs, or none wants

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +93,6 @@ class Trainer:
         self.version = 0
         self._context = context
         self._restored = False
-        self._applied: int | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -133,13 +132,14 @@ class Trainer:
 
         Raises UserCodeError with file and line when `train` raises anything of its own.
         """
-        if self._applied is None:
-            self._applied = await self._count_applied_steps()
         self.version = batch.version
-        trajectories = batch.trajectories
-        metrics = await self._call_train(trajectories) if trajectories else {}
-        applied = await self._count_applied_steps() if trajectories else self._applied
-        num_steps, self._applied = applied - self._applied, applied
+        trajectories, metrics, num_steps = batch.trajectories, {}, 0
+        if trajectories:
+            before = await self.train_service.info(self.policy)
+            _refuse_too_long(trajectories, before.max_positions)
+            metrics = await self._call_train(trajectories)
+            after = await self.train_service.info(self.policy)
+            num_steps = after.optimizer_step - before.optimizer_step
         return TrainReport(
             metrics={**metrics, "train/trajectories": float(len(trajectories))},
             unchanged=num_steps == 0,
@@ -182,9 +182,6 @@ class Trainer:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
 
-    async def _count_applied_steps(self) -> int:
-        return (await self.train_service.info(self.policy)).optimizer_step
-
     async def _call_train(self, trajectories: list[Trajectory]) -> TrainResult:
         name = type(self).__name__
         try:
@@ -214,6 +211,17 @@ class Trainer:
 
 
 BaseTrainer = Trainer
+
+
+def _refuse_too_long(trajectories: Sequence[Trajectory], max_positions: int) -> None:
+    """InvariantError that names the item of a row longer than the model takes."""
+    for t in trajectories:
+        longest = max(row.num_tokens for row in t.rows)
+        if longest > max_positions:
+            raise InvariantError(
+                f"item {t.item_id!r} (trajectory {t.trajectory_id!r}) has a row of {longest} tokens, "
+                f"the model takes at most {max_positions}; leave such items out with data.filter"
+            )
 
 
 def _checked_metrics(trainer: str, result: Any) -> TrainResult:

@@ -173,7 +173,7 @@ class TrainInfo:
     vocab_size: int
     """V"""
     max_positions: int
-    """Longest row in tokens."""
+    """Most tokens that the model is fed at once; a row may have one more, its last."""
     dtype: str
     """Compute dtype."""
     optimizer_step: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -127,3 +128,53 @@ def test_a_run_killed_between_step_and_publish_resumes_to_the_same_weights(
     done = recipe.launch("--resume")
     assert done.code == 0, done.err
     assert done.final_checksums == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("last", [3, 5, 6])
+def test_a_run_of_three_families_resumes_in_any_stage_to_the_same_weights(
+    make_recipe: Callable[[str], Recipe], last: int
+) -> None:
+    """sft -> dpo -> ppo, cut after a batch of dpo, the critic's warm-up, and a batch of ppo."""
+    recipe = make_recipe("chain")
+    pair = json.dumps({"prompt": "1+1=", "chosen": "22", "rejected": "77"})
+    (recipe.folder / "pairs.jsonl").write_text(f"{pair}\n" * 8)
+    ppo = {
+        "preset": "ppo",
+        "kl": {"coefficient": 0.1, "placement": "reward", "estimator": "k1"},
+        "critic": {"warmup_batches": 1, "lr": 1e-2},
+        "entropy": {"target": 1.0},
+    }
+    recipe.write(
+        deterministic=True,
+        trainer={"num_steps": 2, "checkpoint": {"every_steps": 1, "keep_last": 10}},
+        stages=[
+            offline_stage("imitate", "sft", "supervised", "rows.jsonl"),
+            offline_stage("prefer", "dpo", "preference", "pairs.jsonl"),
+            {
+                "name": "reward",
+                "trainer": {"algorithm": ppo, "num_steps": 3, "num_optimizer_steps": 2},
+                "rollout_worker": {"sampling": {"temperature": 0.7}},
+            },
+        ],
+    )
+    whole = recipe.launch()
+    assert whole.code == 0, whole.err
+    assert whole.run is not None
+    expected = whole.final_checksums
+    for folder in (whole.run / "checkpoints").glob("step-*"):
+        if int(folder.name.split("-")[1]) > last:
+            folder.rename(whole.run / folder.name)
+    resumed = recipe.launch(f"resume={whole.run}")
+    assert resumed.code == 0, resumed.err
+    assert resumed.final_checksums == expected
+
+
+def offline_stage(name: str, algorithm: str, worker: str, rows: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "trainer": {"algorithm": algorithm},
+        "rollout_worker": {"type": worker, "reward": None},
+        "data": {"rollout_repeat_n": 1, "sources": [{"path": rows}]},
+    }

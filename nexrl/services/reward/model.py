@@ -12,7 +12,7 @@ that run were: prompt, response, and the value of the state after its last token
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -109,24 +109,29 @@ class RewardModel:
 
     async def _score_waiting(self) -> None:
         """Consumes waiting rows until there are none; woken by the first `score` after that."""
-        batch: list[_Waiting] = []
         try:
             while self._waiting:
                 batch, self._waiting = (
                     self._waiting[: self._batch_size],
                     self._waiting[self._batch_size :],
                 )
-                rows = [token_ids for token_ids, _ in batch]
-                scores = await self._thread.run(partial(_score, self._model, rows))
-                for (_, future), score in zip(batch, scores, strict=True):
-                    if not future.done():
-                        future.set_result(score)
-        except Exception as error:  # noqa: BLE001 - every caller of this batch gets it
+                await self._score_batch(batch)
+        finally:
+            self._scoring = None
+
+    async def _score_batch(self, batch: Sequence[_Waiting]) -> None:
+        """Every caller of the batch gets its score or the error; a failed batch stops no other."""
+        try:
+            rows = [token_ids for token_ids, _ in batch]
+            scores = await self._thread.run(partial(_score, self._model, rows))
+            for (_, future), score in zip(batch, scores, strict=True):
+                if not future.done():
+                    future.set_result(score)
+        except Exception as error:  # noqa: BLE001 - handed to the callers
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
         finally:
-            self._scoring = None
             for _, future in batch:
                 future.cancel()  # those of a batch that closing interrupted
 

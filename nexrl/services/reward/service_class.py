@@ -56,7 +56,7 @@ def make_service(
             f"{', '.join(accepted) or 'none'}; recipe_dir is given by NexRL)"
         ) from error
     try:
-        return TimedReward(cls(**given), reference=reference, deadline_s=deadline_s)
+        service = cls(**given)
     except NexRLError:
         raise
     except Exception as error:
@@ -64,6 +64,12 @@ def make_service(
             f"rollout_worker.reward: {reference} raised {type(error).__name__}: {error} at "
             f"{user_frame(error)}"
         ) from error
+    if missing := [name for name in ("contract", "aclose") if not hasattr(service, name)]:
+        raise ConfigError(
+            f"rollout_worker.reward: {reference} has an async `score` and no {missing} (needed: the "
+            "text `contract`, who judges in which version, and `async def aclose`)"
+        )
+    return TimedReward(service, reference=reference, deadline_s=deadline_s)
 
 
 class TimedReward:

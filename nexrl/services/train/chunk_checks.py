@@ -17,7 +17,11 @@ from nexrl.types import CANDIDATE_IDS, Array, BoolArray, RowChunk
 
 
 def check_chunk(chunk: RowChunk, *, vocab_size: int, max_positions: int) -> None:
-    """InvariantError that names the row (and the token) that cannot be processed."""
+    """InvariantError that names the row (and the token) that cannot be processed.
+
+    A row's last token is never fed, so a row may have one token more than the model takes: the
+    sentinel behind a row that is scored as a whole.
+    """
     if not (math.isfinite(chunk.temperature) and chunk.temperature > 0):
         raise InvariantError(
             f"row chunk: temperature must be above 0 to have logprobs, got {chunk.temperature}"
@@ -25,10 +29,10 @@ def check_chunk(chunk: RowChunk, *, vocab_size: int, max_positions: int) -> None
     if chunk.num_rows == 0:
         return
     longest = int(np.argmax(chunk.lengths))
-    if chunk.lengths[longest] > max_positions:
+    if chunk.lengths[longest] > max_positions + 1:
         raise InvariantError(
             f"row chunk: row {longest} has {chunk.lengths[longest]} tokens, the model takes at "
-            f"most {max_positions}"
+            f"most {max_positions} before the last"
         )
     bad = np.flatnonzero((chunk.token_ids < 0) | (chunk.token_ids >= vocab_size))
     if len(bad):
@@ -38,31 +42,30 @@ def check_chunk(chunk: RowChunk, *, vocab_size: int, max_positions: int) -> None
         )
 
 
-def check_finite(inputs: Mapping[str, Array], positions: BoolArray, chunk: RowChunk) -> None:
-    """InvariantError on a NaN or infinite input [N, ...] at a position that is trained."""
-    for name, values in inputs.items():
+def check_finite(
+    columns: Mapping[str, Array], positions: BoolArray, chunk: RowChunk, *, what: str = "input"
+) -> None:
+    """InvariantError on a NaN or infinite entry of an [N, ...] column at a position that is
+    trained."""
+    for name, values in columns.items():
         bad = np.flatnonzero(positions & ~_everywhere(np.isfinite(values)))
         if len(bad):
             raise InvariantError(
-                f"row chunk: input {name!r} is {values[bad[0]]} {_where(chunk, bad[0])}"
+                f"row chunk: {what} {name!r} is {values[bad[0]]} {_where(chunk, bad[0])}"
             )
 
 
 def check_widths(inputs: Mapping[str, Array]) -> None:
-    """InvariantError on loss inputs that would be stretched to fit each other: a weight that is not
-    [N], or a number of columns other than that of the candidates."""
-    if inputs["weight"].ndim != 1:
-        raise InvariantError(
-            f"row chunk: input 'weight' must have shape [N], got {inputs['weight'].shape}"
-        )
-    if CANDIDATE_IDS not in inputs:
-        return
-    expected = inputs[CANDIDATE_IDS].shape
+    """InvariantError on loss inputs that would be stretched to fit each other: all are [N], or as
+    wide as the candidates where there are any; the weight is [N]."""
+    candidates = inputs[CANDIDATE_IDS].shape if CANDIDATE_IDS in inputs else None
     for name, values in inputs.items():
-        if values.ndim > 1 and values.shape != expected:
-            raise InvariantError(
-                f"row chunk: input {name!r} has shape {values.shape}, {CANDIDATE_IDS} {expected}"
-            )
+        if values.ndim == 1 or (values.shape == candidates and name != "weight"):
+            continue
+        accepted = "[N]" if candidates is None or name == "weight" else f"[N] or {candidates}"
+        raise InvariantError(
+            f"row chunk: input {name!r} has shape {values.shape} (accepted: {accepted})"
+        )
 
 
 def check_candidates(chunk: RowChunk, positions: BoolArray, *, vocab_size: int) -> None:
@@ -96,7 +99,7 @@ def check_gradients(gradients: Mapping[str, Array], chunk: RowChunk) -> BoolArra
             )
         np.logical_or(nonzero, ~_everywhere(gradient == 0), out=nonzero)
     positions = scored_positions(chunk, nonzero)
-    check_finite(gradients, positions, chunk)
+    check_finite(gradients, positions, chunk, what="the gradient of")
     return positions
 
 

@@ -62,7 +62,7 @@ class PolicyDoor:
     vocab_size: int
     """V"""
     max_positions: int
-    """Longest row in tokens."""
+    """Most tokens that the model is fed at once."""
 
     @property
     def losses(self) -> tuple[str, ...]:

@@ -79,7 +79,14 @@ async def check_bad_rows_are_named(subject: TrainSubject) -> None:
     not_finite = replace(chunk, inputs={"weight": weight})
     call = service.forward_backward(POLICY, not_finite, CROSS_ENTROPY)
     await refused(call, InvariantError, "weight", "row 2", "token 1")
-    too_long = contract_chunk((4, info.max_positions + 1))
+    wide = {**chunk.inputs, "teacher_logprobs": np.zeros((chunk.num_tokens, 1), np.float32)}
+    call = service.forward_backward(
+        POLICY, replace(chunk, inputs=wide), LossSpec(name="reverse_kl")
+    )
+    await refused(call, InvariantError, "teacher_logprobs", f"({chunk.num_tokens}, 1)")
+    longest = info.max_positions + 1  # the last token of a row is not fed
+    await service.forward(POLICY, contract_chunk((4, longest)))
+    too_long = contract_chunk((4, longest + 1))
     await refused(
         service.forward(POLICY, too_long), InvariantError, "row 1", str(info.max_positions)
     )

@@ -217,3 +217,25 @@ async def test_what_cannot_work_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         load_reward_service(REFERENCE, recipe_dir=trained.folder.parent, arguments=arguments)
+
+
+async def test_an_error_reaches_its_batch_and_leaves_the_others_waiting_for_no_one(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = RewardModel(str(trained.folder), recipe_dir=Path(), batch_size=1)
+    scored: list[int] = []
+
+    def fails_once(_: Any, rows: list[Any]) -> list[float]:
+        scored.append(len(rows))
+        if len(scored) == 1:
+            raise RuntimeError("out of memory")
+        return [0.5] * len(rows)
+
+    monkeypatch.setattr("nexrl.services.reward.model._score", fails_once)
+    async with asyncio.timeout(5.0):
+        first, *others = await asyncio.gather(
+            *(judge.score(row["chosen"], row) for row in ROWS[:3]), return_exceptions=True
+        )
+    await judge.aclose()
+    assert isinstance(first, RuntimeError)
+    assert [found.value for found in others if not isinstance(found, BaseException)] == [0.5, 0.5]

@@ -79,3 +79,11 @@ def test_what_cannot_work_is_refused_at_the_start(tmp_path: Path) -> None:
         judge(tmp_path, isolation="process")
     with pytest.raises(UserCodeError, match=r"ValueError: no judge at .*judge.py"):
         judge(tmp_path, arguments={"answer": "broken"})
+
+
+def test_a_class_that_is_half_a_service_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(
+        "class Half:\n    async def score(self, *a): ...\n    def __init__(self, recipe_dir): ...\n"
+    )
+    with pytest.raises(ConfigError, match=r"no \['contract', 'aclose'\]"):
+        load_reward_service("half.py:Half", recipe_dir=tmp_path, arguments={})

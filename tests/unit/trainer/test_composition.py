@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nexrl.algorithms.advantages import ADVANTAGES
 from nexrl.algorithms.losses import LOSSES
 from nexrl.algorithms.metrics import METRIC_UNITS
 from nexrl.errors import ConfigError, InvariantError
 from nexrl.testing.makers import make_batch
 from nexrl.testing.toy_train_service import ToyTrainService, bigram_logprobs
 from nexrl.testing.toy_trainer import drawn, drawn_row, make_toy_trainer
-from nexrl.types import PolicyVersion, RowChunk, Trajectory, TrajectoryStatus, Turn
+from nexrl.types import Column, PolicyVersion, RowChunk, Trajectory, TrajectoryStatus, Turn
 
 POLICY_LOSSES = [name for name, loss in LOSSES.items() if "advantage" in loss.required]
 
@@ -427,3 +428,49 @@ async def test_a_loss_that_prepares_sees_each_whole_step_at_the_weights_it_start
         assert calls == sorted(calls)  # every forward stands before every forward_backward
         assert min(calls.count("forward"), calls.count("forward_backward")) > 1
     assert metrics["loss/clip_high"] >= 0.2
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        Column(values=np.zeros((3, 1), np.float32)),
+        Column(values=np.zeros(3, np.float32), alignment="state_at_token"),
+    ],
+)
+async def test_a_column_that_is_no_number_about_each_token_is_refused(column: Column) -> None:
+    """A wider one would be stretched over all tokens, one about states is shifted by a token."""
+    service = ToyTrainService()
+    bare = drawn_row(service, [1, 2, 3])
+    rows = (replace(bare, columns={"teacher_logprobs": column}),)
+    trainer = make_toy_trainer(service, algorithm={"loss": {"name": "reverse_kl"}})
+    with pytest.raises(InvariantError, match=r"'t7' .*column 'teacher_logprobs' has shape"):
+        await trainer.train([Trajectory(rows=rows, group_id="g", trajectory_id="t7")])
+    assert not service.chunks
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+async def test_a_batch_in_which_nothing_is_scored_trains_nothing(advantage: str) -> None:
+    """FR-070: None is no 0, also when there is nothing else."""
+    service = ToyTrainService()
+    column = Column(values=np.zeros(3, np.float32))
+    row = replace(drawn_row(service, [1, 2, 3]), columns={"teacher_logprobs": column})
+    settings = {"advantage": {"name": advantage, "task_coefficient": 1.0}}
+    rows = [Trajectory(rows=(row,), group_id="g", trajectory_id=f"t{i}") for i in range(2)]
+    _, metrics = await trained(service, rows, algorithm=settings)
+    assert metrics == {"reward/abstained": 2.0}
+    assert not service.chunks
+
+
+async def test_a_greedy_reward_may_be_any_real_number() -> None:
+    """What the pool has let in (`door.py`) is not refused here."""
+    service = ToyTrainService()
+    rows = drawn(service, extra={"greedy_reward": np.float32(0.5)})
+    _, metrics = await trained(service, rows, algorithm={"advantage": {"name": "remax"}})
+    assert metrics["advantage/max_abs"] == 0.5
+
+
+async def test_a_teacher_of_another_vocabulary_is_said(tmp_path: Path) -> None:
+    path = await teacher_folder(ToyTrainService(20), tmp_path / "teacher")
+    algorithm = {"advantage": {"name": "distill"}, "teacher": {"path": path}}
+    trainer, _ = await trained(service := ToyTrainService(), drawn(service), algorithm=algorithm)
+    assert "the teacher's vocabulary has 20 ids, the policy's 16" in trainer.tracker.warnings[0]

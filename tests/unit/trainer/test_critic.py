@@ -11,7 +11,7 @@ import pytest
 from nexrl.algorithms.metrics import METRIC_UNITS
 from nexrl.checkpoint import CHECKPOINT_SCHEMA, CheckpointManifest, CheckpointStore, load_policies
 from nexrl.config.schema_service import TrainServiceConfig
-from nexrl.errors import InvariantError
+from nexrl.errors import ConfigError, InvariantError
 from nexrl.services.train.backends.torch_backend import TorchTrainService
 from nexrl.services.train.protocol import TrainService
 from nexrl.testing.makers import make_batch, make_draw, make_group, make_record, make_row
@@ -103,6 +103,14 @@ async def test_a_resume_without_the_critic_is_refused() -> None:
         await trainer.setup()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+async def test_a_critic_whose_gradient_is_not_finite_is_named() -> None:
+    critic = {**GAE["critic"], "lr": 1e200}
+    trainer = await make_ppo(ToyTrainService(), num_optimizer_steps=2, algorithm={"critic": critic})
+    with pytest.raises(InvariantError, match="gradient of policy 'critic' in optimizer step 2"):
+        await trainer.train(drawn(trainer.train_service))
+
+
 # --- resume equals not stopping -------------------------------------------------------------------
 
 
@@ -157,11 +165,13 @@ async def test_resume_equals_not_stopping_for_policy_critic_and_reference(tmp_pa
 
     async def begin(folder: Path | None) -> tuple[TorchTrainService, Any]:
         service = TorchTrainService(TrainServiceConfig(num_threads=1), deterministic=True)
-        await service.create(ModelSpec(path=model))
         trainer = make_toy_trainer(service, algorithm=RICH, optimizer={"lr": 1e-2})  # type: ignore[arg-type]
-        if folder is not None:
+        if folder is None:
+            await service.create(ModelSpec(path=model))
+        else:
             trainer.load_state_dict(state)
-            await load_policies(folder, manifest(), service, further=trainer.further_policies)
+            actor = ModelSpec(path=model)
+            await load_policies(folder, service, [actor, *trainer.further_policies])
         await trainer.setup()
         return service, trainer
 
@@ -179,3 +189,12 @@ async def test_resume_equals_not_stopping_for_policy_critic_and_reference(tmp_pa
         await run[0].aclose()
     assert ends[0] == ends[1]
     assert ends[0][1][-1]["values/loss"] > 0
+
+
+async def test_a_policy_that_the_checkpoint_does_not_hold_is_named(tmp_path: Path) -> None:
+    """A resume with a KL term that was not there before."""
+    service = ToyTrainService()
+    folder = await CheckpointStore(tmp_path, keep_last=1).save(manifest(), {}, service)
+    reference = ModelSpec(policy="reference", copy_of="actor", trainable=False)
+    with pytest.raises(ConfigError, match=r"holds no policy 'reference' \(it holds: actor\)"):
+        await load_policies(folder, service, [reference])

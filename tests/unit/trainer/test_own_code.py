@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nexrl.errors import ConfigError, UserCodeError
+from nexrl.errors import ConfigError, InvariantError, UserCodeError
 from nexrl.testing.toy_train_service import ToyTrainService
 from nexrl.testing.toy_trainer import drawn, make_toy_trainer
+from nexrl.types import PolicyVersion
 
 CODE = """
 import numpy as np
@@ -38,6 +39,10 @@ def confident(outputs, inputs, settings):
 
 
 confident.needs = ("entropy",)
+
+
+def infinite(outputs, inputs, settings):
+    return outputs["logprobs"] / 0.0
 
 
 def short(outputs, inputs, settings):
@@ -128,6 +133,18 @@ async def test_an_own_scalar_is_minimised_as_it_is(recipe: Path) -> None:
     assert "loss/kl" not in scalar
 
 
+async def test_an_own_gradient_that_is_not_finite_is_skipped_where_that_is_asked_for(
+    recipe: Path,
+) -> None:
+    algorithm = {"loss": {"name": "mine.py:infinite"}}
+    skipping = {"algorithm": algorithm, "on_nonfinite_gradient": "skip"}
+    service, metrics = await trained(recipe, **skipping)
+    assert metrics["optimizer/skipped"] == 1
+    assert ("backward", "actor") not in service.calls
+    with pytest.raises(InvariantError, match="optimizer step 1 of 1 .* is not finite"):
+        await trained(recipe, algorithm=algorithm)
+
+
 async def test_an_own_loss_says_which_outputs_it_needs_and_sees_rows(recipe: Path) -> None:
     _, metrics = await trained(recipe, algorithm={"loss": {"name": "mine.py:confident"}})
     assert metrics["loss/total"] > 0
@@ -204,3 +221,18 @@ def test_a_path_that_leads_nowhere_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{part}.name: .*has no 'absent'"):
         make_toy_trainer(recipe_dir=recipe, algorithm={part: {"name": "mine.py:absent"}})
+
+
+async def test_an_own_loss_reads_the_teacher_that_is_configured(tmp_path: Path) -> None:
+    """docs/trainer.md: `teacher_logprobs` are there where there is a teacher."""
+    service, teacher = ToyTrainService(), tmp_path / "teacher"
+    await service.publish_weights("actor", PolicyVersion(), str(teacher))
+    (teacher / "config.json").write_text("{}")
+    (tmp_path / "own.py").write_text(
+        "def loss(outputs, inputs, settings):\n"
+        "    return outputs['logprobs'] - inputs['teacher_logprobs']\n"
+    )
+    algorithm = {"loss": {"name": "own.py:loss"}, "teacher": {"path": str(teacher)}}
+    trainer = make_toy_trainer(service, recipe_dir=tmp_path, algorithm=algorithm)
+    await trainer.setup()
+    assert (await trainer.train(drawn(service)))["loss/total"] == pytest.approx(0.0, abs=1e-6)

@@ -274,6 +274,13 @@ def test_mismatched_rows_have_the_response_of_the_next_row() -> None:
     assert mismatched_rows(table, np.arange(1), max_tokens=100).num_rows == 0
 
 
+def test_a_row_is_never_matched_with_an_answer_to_its_own_prompt() -> None:
+    rows = [side(0, "", [1, 2, 3]), side(1, "", [1, 2, 4]), side(2, "", [8, 9, 5])]
+    mismatched = mismatched_rows(flatten(rows), np.arange(3), max_tokens=100)
+    made = np.split(mismatched.token_ids, np.cumsum(mismatched.lengths)[:-1])
+    assert [m.tolist() for m in made] == [[1, 2, 5], [1, 2, 5], [8, 9, 3]]
+
+
 async def test_z0_is_the_mean_move_of_mismatched_pairs_and_never_negative() -> None:
     trainer = await make_trainer("kto", optimizer={"lr": 0.0, "grad_clip_norm": 0.0})
     rows = [side(i, "", [i, i, 5 + i], extra={"desirable": i == 0}) for i in range(2)]
@@ -292,7 +299,7 @@ async def test_a_step_of_one_row_has_z0_of_0_and_says_so() -> None:
     trainer = await make_trainer("kto")
     metrics = await trainer.train(offline("kto")[:1])
     assert metrics["kto/z0"] == 0.0
-    assert "single row" in trainer.tracker.warnings[0]
+    assert "single prompt" in trainer.tracker.warnings[0]
     assert "preference/accuracy" not in metrics
 
 
@@ -351,3 +358,13 @@ async def test_steps_that_do_not_fit_their_row_are_named(facts: Any, named: str)
     trainer = await make_trainer("process_reward_model")
     with pytest.raises(InvariantError, match=f"item 'i0'.*{named}"):
         await trainer.train([side(0, "", [1, 2, 9, 7, 4], extra=facts)])
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+async def test_rows_as_long_as_the_model_takes_are_trained(name: str) -> None:
+    """The sentinel behind a scored row is never fed, so it costs no position."""
+    rows = offline(name)
+    longest = max(t.rows[0].num_tokens for t in rows)
+    service = ToyTrainService(vocab_size=VOCAB, max_positions=longest)
+    metrics = await (await make_trainer(name, service)).train(rows)
+    assert metrics[f"loss/{name}"] > 0

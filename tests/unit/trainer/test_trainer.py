@@ -13,7 +13,7 @@ import pytest
 
 from nexrl.config.schema import TrainerConfig
 from nexrl.errors import ConfigError, InvariantError, UserCodeError
-from nexrl.testing.makers import make_batch, make_tracker
+from nexrl.testing.makers import make_batch, make_group, make_tracker
 from nexrl.testing.toy_train_service import ToyTrainService
 from nexrl.trainer import BaseTrainer, Trainer, TrainerContext
 from nexrl.trainer.build import build_trainer, trainer_class
@@ -223,3 +223,9 @@ def test_code_by_path_is_looked_at_before_anything_is_built(tmp_path: Path, part
     config = make_context(algorithm={part: {"name": "absent.py:mine"}}).config
     with pytest.raises(ConfigError, match=rf"{part}\.name: there is no file 'absent\.py'"):
         trainer_class(config, tmp_path)
+
+
+async def test_a_row_longer_than_the_model_takes_is_named_by_its_item() -> None:
+    trainer = AsyncTrainer(make_context(ToyTrainService(max_positions=4)))
+    with pytest.raises(InvariantError, match=r"item 'i1' .* row of 5 tokens, .* at most 4"):
+        await trainer.train_batch(make_batch([make_group(item=1)]))

@@ -23,11 +23,27 @@ from nexrl.algorithms.losses import LOSSES
 from nexrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from nexrl.algorithms.preset_definition import FORMULA_WORDS
 from nexrl.algorithms.presets import PRESETS, Preset
-from nexrl.cli.plan_algorithm import ADVANTAGE_SETTINGS
+from nexrl.config.rule import ADVANTAGE_SETTINGS
+from nexrl.config.schema_algorithm import AdvantageConfig
 
 EXIT_CONFIGURATION = 2
 WIDTH = 100
 
+HOW_TO_CHOOSE = """\
+A preset is one word in a recipe, and brings parts; what is written beside it wins:
+
+    trainer:
+      algorithm: dapo
+
+    trainer:
+      algorithm: {preset: dapo, advantage: rloo, kl: {coefficient: 0.01}}
+
+Any advantage goes with any loss, aggregation, correction and KL placement; what cannot work is
+refused with the reason. An advantage, a loss or a filter of your own is written `path.py:name`.
+`nexrl algorithms show NAME` prints settings, formula and source. (x): experimental, not certified.
+r reward, mu and sd of its group, A advantage, rho = exp(logp - proximal logp), W its product over
+a row, V value, sg without gradient."""
+"""What stands above the list."""
 LOSS_LINES = {
     "cross_entropy": "-logp",
     "reinforce": "-A logp",
@@ -88,7 +104,9 @@ def show_algorithms(name: str | None) -> int:
 
 def listing() -> Iterator[str]:
     """Lines of `nexrl algorithms`."""
-    yield "presets, trainer.algorithm: NAME (x: experimental, not certified)"
+    yield from HOW_TO_CHOOSE.splitlines()
+    yield ""
+    yield "presets, trainer.algorithm"
     width = max(map(len, PRESETS))
     for family in dict.fromkeys(preset.family for preset in PRESETS.values()):
         members = [p for p in PRESETS.values() if p.family == family]
@@ -99,9 +117,6 @@ def listing() -> Iterator[str]:
         yield ""
         yield title
         yield from _table(entries)
-    yield ""
-    yield "`nexrl algorithms show NAME` prints settings, formula and source."
-    yield "A loss, an advantage or a filter of your own is written `path.py:name`."
 
 
 def _parts() -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:
@@ -153,7 +168,8 @@ def _formula(function: Callable[..., Any]) -> str:
 
 
 def _all_names() -> list[str]:
-    return [*PRESETS, *ADVANTAGES, *LOSSES, *CORRECTION_PRESETS, *AGGREGATIONS, *KL_ESTIMATORS]
+    parts = (ADVANTAGES, LOSSES, CORRECTION_PRESETS, AGGREGATIONS, KL_ESTIMATORS, FILTER_LINES)
+    return [*PRESETS, *(name for names in parts for name in names)]
 
 
 # --- one name -------------------------------------------------------------------------------------
@@ -170,14 +186,19 @@ def descriptions(name: str) -> Iterator[str]:
     if name in CORRECTION_PRESETS:
         settings = yaml_lines({"trainer": {"algorithm": {"correction": {"preset": name}}}})
         bounds = _bounds(CORRECTION_PRESETS[name])
-        brings = ", ".join(f"{k} {v}" for k, v in asdict(CORRECTION_PRESETS[name]).items())
-        yield "\n".join([f"correction {name}: {bounds}", "", *settings, "", f"brings  {brings}"])
+        brings = ", ".join(f"{k} {_shown(v)}" for k, v in asdict(CORRECTION_PRESETS[name]).items())
+        yield "\n".join(
+            [f"correction {name}: {bounds}", "", *settings, "", *_labelled("brings", brings)]
+        )
     if name in AGGREGATIONS:
         yield f"aggregation {name}: {AGGREGATIONS[name]}"
     if name in KL_ESTIMATORS:
         where = "loss and reward" if name in KL_IN_LOSS and not name.endswith("+") else ""
         where = where or ("loss" if name in KL_IN_LOSS else "reward")
-        yield f"KL estimator {name}: {KL_LINES[name]}\nplacement  {where}"
+        yield f"KL estimator {name}: {KL_LINES[name]}\n\nplacement    {where}"
+    if name in FILTER_LINES:
+        chosen = {"trajectory_pool": {"dynamic_sampling": {"filters": [name]}}}
+        yield "\n".join([f"filter {name}: {FILTER_LINES[name]}", "", *yaml_lines(chosen)])
 
 
 def _show_preset(preset: Preset) -> Iterator[str]:
@@ -229,7 +250,12 @@ def _show_advantage(name: str) -> Iterator[str]:
     yield f"advantage {name}"
     yield from _paragraphs(definition.estimate)
     yield ""
-    settings = [setting for setting, users in ADVANTAGE_SETTINGS.items() if name in users]
+    default = AdvantageConfig()
+    settings = [
+        f"{setting} {_shown(getattr(default, setting))}"
+        for setting, users in ADVANTAGE_SETTINGS.items()
+        if name in users
+    ]
     yield from _labelled("settings", ", ".join(settings) or "none")
     yield from _labelled("needs", ", ".join(definition.needs) or "rewards and groups only")
     zero = "get exactly 0" if definition.group_relative else "are nothing special"
@@ -247,13 +273,14 @@ def _show_loss(loss: LossDefinition) -> Iterator[str]:
     bounded = "yes" if loss.bounded else "no: one optimizer step a batch, or trust_region: none"
     yield from _labelled("bounded", bounded)
     if loss.prepare is not None:
-        yield from _labelled(
-            "beforehand", "a forward pass of the optimizer step: " + _formula(loss.prepare)
-        )
+        yield from _labelled("beforehand", "a forward pass of each optimizer step")
+        yield from _paragraphs(loss.prepare)
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _paragraphs(function: Callable[..., Any]) -> Iterator[str]:

@@ -68,24 +68,35 @@ def model_size(config: Mapping[str, Any], num_parameters: int | None = None) -> 
     )
 
 
-def estimate_memory(config: RunConfig, model: ModelSize, *, row_tokens: int) -> list[MemoryItem]:
+def estimate_memory(
+    config: RunConfig,
+    model: ModelSize,
+    *,
+    row_tokens: int,
+    trained_tokens: int,
+    teacher: ModelSize | None = None,
+) -> list[MemoryItem]:
     """The parts that lie on this machine; services behind a `url` lie elsewhere.
 
-    `row_tokens` is the longest row expected, prompt and completion.
+    `row_tokens` is the longest row expected, prompt and completion; `trained_tokens` those of a
+    batch of such rows.
     """
     items: list[MemoryItem] = []
     train, inference = config.service.train_service, config.service.inference_service
     if train.url is None:
         weights = _FLOAT32 * model.num_parameters
-        trained = config.data.batch_size * config.data.rollout_repeat_n * row_tokens
-        tokens = max(min(train.micro_batch_tokens, trained), row_tokens)
+        tokens = max(min(train.micro_batch_tokens, trained_tokens), row_tokens)
         parts = [("weights", weights), ("gradients", weights), ("AdamW moments", 2 * weights)]
         parts += [(f"{name} policy", size * weights) for name, size in further_policies(config)]
+        if teacher is not None:
+            parts.append(("teacher policy", _FLOAT32 * teacher.num_parameters))
         parts.append(("logits of a micro-batch", 2 * _FLOAT32 * tokens * model.vocab_size))
         items += [
             MemoryItem(what=f"train: {w}", num_bytes=n, device=train.device) for w, n in parts
         ]
-    if inference.engine == "builtin" and inference.url is None:
+    # A reward model draws no tokens, so its run starts no engine.
+    draws = family_of(config) != "reward_model"
+    if draws and inference.engine == "builtin" and inference.url is None:
         size = _BYTES[inference.dtype]
         context = inference.max_context or model.max_positions or row_tokens
         cache = 2 * model.num_layers * model.kv_width * size * inference.max_batch * context
@@ -101,8 +112,7 @@ def estimate_memory(config: RunConfig, model: ModelSize, *, row_tokens: int) -> 
 def further_policies(config: RunConfig) -> list[tuple[str, int]]:
     """Policies beside the one that is trained, each with its size in copies of the weights.
 
-    A critic also has gradients and two moments. A teacher is of another size, which is not known
-    here.
+    A critic also has gradients and two moments. A teacher has a size of its own.
     """
     algorithm, found = config.trainer.algorithm, []
     family = family_of(config)

@@ -15,8 +15,10 @@ from nexrl.algorithms.losses import LOSSES
 from nexrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from nexrl.config.nodes import Origin
 from nexrl.config.rule import (
+    ADVANTAGE_SETTINGS,
     family_of,
     is_group_relative,
+    is_reference,
     is_rl,
     needs_of_advantage,
     uses_critic,
@@ -25,22 +27,6 @@ from nexrl.config.rule import (
 from nexrl.config.schema import RunConfig
 
 KEY = "trainer.algorithm"
-ADVANTAGE_SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "std": ("grpo", "gigpo", "distill"),
-    "gamma": ("gae", "reinforce_pp", "step_returns", "gigpo"),
-    "gae_lambda": ("gae",),
-    "critic_lambda": ("gae",),
-    "length_adaptive": ("gae",),
-    "whiten": ("gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"),
-    "pass_k": ("pass_at_k",),
-    "success_reward": ("pass_at_k",),
-    "part_weights": ("gdpo",),
-    "baseline": ("reinforce",),
-    "step_weight": ("gigpo",),
-    "distill_coefficient": ("distill",),
-    "task_coefficient": ("distill",),
-}
-"""Settings of `trainer.algorithm.advantage`, each with the estimators that read it."""
 
 
 def algorithm_lines(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str]]:
@@ -123,6 +109,10 @@ def _beside(config: RunConfig) -> Iterator[str]:
     if correction.action != "none":
         low, high = (_plain(bound) for bound in (correction.low, correction.high))
         yield f"correction by {correction.level}: {correction.action} outside [{low}, {high}]"
+    if is_reference(algorithm.loss.name):
+        yield "the trainer evaluates the loss, on what a forward pass returns"
+    elif algorithm.loss.name in LOSSES and LOSSES[algorithm.loss.name].prepare is not None:
+        yield "a forward pass before each optimizer step"
     if algorithm.recompute_proximal:
         yield "proximal logprobs recomputed"
     if uses_critic(config):
@@ -161,7 +151,7 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def algorithm_warnings(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+def algorithm_warnings(config: RunConfig) -> Iterator[str]:
     """Settings that work and are probably not meant."""
     if not is_rl(config):
         return
@@ -172,11 +162,6 @@ def algorithm_warnings(config: RunConfig, origins: Mapping[str, Origin]) -> Iter
             f"{KEY}.advantage dr_grpo is meant for loss.aggregation constant, got "
             f"{algorithm.loss.aggregation}: it brings the length bias back"
         )
-    for setting, users in ADVANTAGE_SETTINGS.items():
-        key = f"{KEY}.advantage.{setting}"
-        written = key in origins and not origins[key].implied
-        if written and name in ADVANTAGES and name not in users:
-            yield f"{key} is read by {', '.join(users)} only, and the estimator is {name}"
     kept = config.rollout_worker.failure_policy.min_group_size
     if kept == 1 and is_group_relative(config):
         yield (

@@ -9,14 +9,18 @@ import asyncio
 import inspect
 import json
 import math
+import re
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nexrl.algorithms.filters import GROUP_FILTERS
 from nexrl.cli.memory_estimate import ModelSize, model_size
+from nexrl.cli.plan_rows import PlacedRow, RowTrial, try_rows
+from nexrl.cli.plan_teacher import check_vocabulary, teacher_folder
 from nexrl.cli.plan_text import (
     ROWS_READ,
     Finding,
@@ -26,10 +30,11 @@ from nexrl.cli.plan_text import (
     SourceSample,
 )
 from nexrl.config.loader import LoadedConfig, StageConfig
-from nexrl.config.rules import source_name
+from nexrl.config.rule import is_reference, is_rl
+from nexrl.config.rules import OFFLINE_WORKERS, source_name
 from nexrl.config.schema import RunConfig, SourceConfig
 from nexrl.config.user_code import load_user_object
-from nexrl.data.sources import load_filter, open_source
+from nexrl.data.sources import Source, leave_out, load_filter, open_source
 from nexrl.errors import ConfigError, NexRLError, UserCodeError, user_frame
 from nexrl.launch.model_folder import cached_folder, resolve_model_folder
 from nexrl.rendering.renderer import HfRenderer, load_renderer
@@ -44,12 +49,19 @@ _COUNT_BUDGET_S = 1.0
 _PROBE_DEADLINE_S = 5.0
 """Seconds for scoring one row's own answer."""
 _COLUMNS = {
-    "supervised": ("answer_key",),
     "preference": ("chosen_key", "rejected_key"),
     "labelled": ("answer_key", "label_key"),
     "process": ("steps_key", "label_key"),
 }
-"""Settings of `data` that name the columns which a built-in worker reads beside the prompt."""
+"""Settings of `data` that name the columns which an offline worker reads beside the prompt. A
+supervised row may have messages in place of an answer."""
+_OWN_PARTS = {
+    "loss": ("outputs", "inputs", "settings"),
+    "advantage": ("inputs", "settings"),
+}
+"""Parts of `trainer.algorithm` that may be a recipe's own function, and what it is called with."""
+_KEY = re.compile(r"\w+(\.\w+)+")
+"""A configuration key at the start of a sentence: the line where it is written is added."""
 _FACTORY_KEY = "service.train_service.model_factory"
 
 Row = Mapping[str, Any]
@@ -84,6 +96,7 @@ class RecipeProbe:
         self._loaded = loaded
         self._scratch = scratch
         self._findings: list[Finding] = []
+        self._origins = loaded.provenance
         self._folder = self._find_model_folder()
         self._renderer = self._load_renderer()
         self.size = self._read_size()
@@ -91,24 +104,28 @@ class RecipeProbe:
 
     def inspect_stage(self, stage: StageConfig) -> Inspection:
         """Rows, prompts and user code of one stage."""
-        self._findings = []
+        self._findings, self._origins = [], stage.provenance
         config = stage.config
         self._check_code(config)
-        rows: list[Row] = []
-        sources = self._read(config, "data.sources", config.data.sources, rows)
-        held_out: list[Row] = []
+        placed: list[PlacedRow] = []
+        sources = self._read(config, "data.sources", config.data.sources, placed)
+        held_out: list[PlacedRow] = []
         validation = (
             self._read(config, "validate.sources", config.validate_.sources, held_out)
             if config.validate_.enabled
             else []
         )
-        prompts = self._render(config, rows)
+        prompts = self._render(config, placed)
         self._render(config, held_out)
-        self._probe_reward(config, rows or held_out)
+        trial = self._try_rows(config, placed)
+        self._try_rows(config, held_out)
+        self._probe_reward(config, [row for _, row in placed or held_out])
         return Inspection(
             sources=sources,
             validation_sources=validation,
             prompts=prompts,
+            longest_row=trial.longest if trial else None,
+            teacher=self._inspect_teacher(config),
             scorer=_scorer_words(config),
             findings=tuple(self._findings),
         )
@@ -118,7 +135,10 @@ class RecipeProbe:
         return _Reported(self._add)
 
     def _add(self, severity: Severity, text: str) -> None:
-        self._findings.append(Finding(severity=severity, text=text))
+        key = _KEY.match(text)
+        origin = self._origins.get(key[0]) if key else None
+        where = f" ({origin})" if origin and not origin.implied else ""
+        self._findings.append(Finding(severity=severity, text=text + where))
 
     def _find_model_folder(self) -> Path | None:
         config, recipe_dir = self._loaded.config, self._loaded.recipe_dir
@@ -167,6 +187,15 @@ class RecipeProbe:
             worker_class(config.rollout_worker, recipe_dir)
         with self._reported():
             trainer_class(config.trainer, recipe_dir)
+        for part, parameters in _OWN_PARTS.items() if is_rl(config) else ():
+            name, key = (
+                getattr(config.trainer.algorithm, part).name,
+                f"trainer.algorithm.{part}.name",
+            )
+            if is_reference(name):
+                with self._reported():
+                    function = load_user_object(name, recipe_dir=recipe_dir, key=key)
+                    _check_accepts(function, key, name, *parameters)
         for index, name in enumerate(config.trajectory_pool.dynamic_sampling.filters):
             key = f"trajectory_pool.dynamic_sampling.filters.{index}"
             if name not in GROUP_FILTERS:
@@ -175,9 +204,9 @@ class RecipeProbe:
                     _check_accepts(function, key, name, "group")
 
     def _read(
-        self, config: RunConfig, key: str, sources: Sequence[SourceConfig], rows: list[Row]
+        self, config: RunConfig, key: str, sources: Sequence[SourceConfig], rows: list[PlacedRow]
     ) -> list[SourceSample]:
-        """Read and check the first rows of each source, appending them to `rows`."""
+        """Read and check the first rows of each source; append those that are kept to `rows`."""
         samples = []
         worker = config.rollout_worker.type
         columns = tuple(getattr(config.data, name) for name in _COLUMNS.get(worker, ()))
@@ -192,16 +221,34 @@ class RecipeProbe:
                     needs_columns=columns,
                     key=f"{key}.{index}",
                 )
-                rows += found.rows
                 count = self._count(source, len(found.rows))
+                kept = self._left_in(config, found, is_whole=count == len(found.rows))
+                rows += zip(kept.places, kept.rows, strict=True)
                 samples.append(
-                    SourceSample(name=found.name, num_read=len(found.rows), num_items=count)
+                    SourceSample(
+                        name=found.name,
+                        num_read=len(found.rows),
+                        num_left_out=len(found.rows) - len(kept.rows),
+                        num_items=count,
+                    )
                 )
-        with self._reported():
-            keep = load_filter(config.data, recipe_dir=self._loaded.recipe_dir)
-            if keep is not None:
-                _check_accepts(keep, "data.filter", config.data.filter or "", "row")
         return samples
+
+    def _left_in(self, config: RunConfig, found: Source, *, is_whole: bool) -> Source:
+        """The rows that the recipe's filter and length limit keep; nothing left is a problem when
+        these are all rows there are."""
+        keep = load_filter(config.data, recipe_dir=self._loaded.recipe_dir)
+        if keep is not None:
+            _check_accepts(keep, "data.filter", config.data.filter or "", "row")
+        limit, measure = config.data.max_prompt_tokens, None
+        if limit is not None and self._renderer is not None:
+            builder = PromptBuilder(self._renderer, config.rollout_worker, config.data)
+            measure = _length_by(builder)
+        try:
+            return leave_out(found, keep=keep, max_prompt_tokens=limit, prompt_length=measure)
+        except ConfigError as error:
+            self._add("problem" if is_whole else "warning", str(error))
+            return replace(found, rows=(), item_ids=(), places=())
 
     def _count(self, source: SourceConfig, num_read: int) -> int | None:
         """Items of a file or of a sized factory result; None when counting takes too long."""
@@ -209,12 +256,12 @@ class RecipeProbe:
             return num_read
         return count_items(source, self._loaded.recipe_dir)
 
-    def _render(self, config: RunConfig, rows: Sequence[Row]) -> RenderedPrompts | None:
+    def _render(self, config: RunConfig, rows: Sequence[PlacedRow]) -> RenderedPrompts | None:
         if self._renderer is None or not rows or config.rollout_worker.type == "custom":
             return None
         with self._reported():
             builder = PromptBuilder(self._renderer, config.rollout_worker, config.data)
-            prompts = [builder.of_row(row).token_ids for row in rows]
+            prompts = [builder.of_row(row).token_ids for _, row in rows]
             first = [int(token) for token in prompts[0]]
             bos = self._renderer.bos_token_id
             leading = 0
@@ -225,6 +272,28 @@ class RecipeProbe:
                 lengths=[len(prompt) for prompt in prompts],
                 num_leading_bos=leading,
             )
+        return None
+
+    def _try_rows(self, config: RunConfig, rows: Sequence[PlacedRow]) -> RowTrial | None:
+        if self._renderer is None or not rows or config.rollout_worker.type not in OFFLINE_WORKERS:
+            return None
+        with self._reported():
+            trial = try_rows(
+                config, rows, renderer=self._renderer, recipe_dir=self._loaded.recipe_dir
+            )
+            if trial.finding:
+                self._findings.append(trial.finding)
+            return trial
+        return None
+
+    def _inspect_teacher(self, config: RunConfig) -> ModelSize | None:
+        with self._reported():
+            folder = teacher_folder(config, recipe_dir=self._loaded.recipe_dir)
+            if folder is None:
+                return None
+            if self._folder is not None:
+                check_vocabulary(folder, self._folder)
+            return read_model_size(folder)
         return None
 
     def _probe_reward(self, config: RunConfig, rows: Sequence[Row]) -> None:
@@ -316,6 +385,10 @@ def count_elements(file: Path) -> int:
         header = json.loads(stream.read(length))
     shapes = (tensor["shape"] for name, tensor in header.items() if name != "__metadata__")
     return sum(math.prod(shape) for shape in shapes)
+
+
+def _length_by(builder: PromptBuilder) -> Callable[[Row], int]:
+    return lambda row: len(builder.of_row(row).token_ids)
 
 
 def _scorer_words(config: RunConfig) -> str:

@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,8 @@ ROWS_READ = 20
 """Rows of each source that a plan reads."""
 _SHOWN_PROMPT = 200
 """Characters of the rendered prompt that a plan shows."""
+WIDTH = 100
+"""Columns of what a plan prints of a stage."""
 _MEMORY_SHARE = 0.9
 """Share of the machine's memory above which a plan warns."""
 
@@ -51,6 +54,8 @@ class SourceSample:
     """Name in metrics."""
     num_read: int
     """Rows read and checked."""
+    num_left_out: int = 0
+    """Those of them that data.filter or data.max_prompt_tokens leaves out."""
     num_items: int | None
     """All its items, before filters; None when they were not counted."""
 
@@ -77,6 +82,10 @@ class Inspection:
     """Held-out data."""
     prompts: RenderedPrompts | None
     """None when there is no tokenizer yet, or no prompt to render."""
+    longest_row: int | None = None
+    """Tokens of the longest row that an offline worker made; None for workers that sample."""
+    teacher: ModelSize | None = None
+    """Size of the teacher of a distillation; None without one."""
     scorer: str
     """Who gives rewards, in words (FR-163)."""
     findings: Sequence[Finding]
@@ -132,7 +141,7 @@ def build_plan(
     stages, memory = [], dict[str, MemoryItem]()
     for stage, seen in zip(loaded.stages, inspections, strict=True):
         prefix = "" if stage.name == MAIN_STAGE else f"stage {stage.name}: "
-        warned = map(_warning, algorithm_warnings(stage.config, stage.provenance))
+        warned = map(_warning, algorithm_warnings(stage.config))
         stage_findings = [*seen.findings, *warned, *_lint(stage.config, seen, model)]
         findings += [Finding(severity=f.severity, text=prefix + f.text) for f in stage_findings]
         stages.append(
@@ -174,47 +183,77 @@ def _lines(
     config: RunConfig, seen: Inspection, origins: Mapping[str, Origin]
 ) -> Iterable[tuple[str, str]]:
     data, trainer, worker = config.data, config.trainer, config.rollout_worker
-    rollouts = data.batch_size * data.rollout_repeat_n
     yield from algorithm_lines(config, origins)
     yield "worker", worker.type
-    yield "scorer", seen.scorer
+    if worker.type not in OFFLINE_WORKERS or worker.reward:
+        yield "scorer", seen.scorer
     yield "data", _sources_words(seen.sources)
+    if dropping := _filter_words(config):
+        yield "groups dropped", dropping
     yield "items per version", str(data.batch_size)
-    yield (
-        "trajectories per version",
-        f"{rollouts} = {data.batch_size} items x {data.rollout_repeat_n} rollouts",
-    )
+    yield _rows_per_version(config)
     steps = trainer.num_optimizer_steps
     yield "optimizer steps per version", f"{steps}, each {data.batch_size // steps} items"
-    yield "tokens per version", _tokens_words(config, seen, rollouts)
+    yield "tokens per version", _tokens_words(config, seen)
     yield "versions", _versions_words(config, _num_items(seen.sources))
-    yield "staleness", _staleness_words(config)
+    if worker.type not in OFFLINE_WORKERS:
+        yield "staleness", _staleness_words(config)
     yield "validation", _validation_words(config, seen)
 
 
 def _sources_words(samples: Sequence[SourceSample]) -> str:
-    words = [
-        f"{s.name} ({'?' if s.num_items is None else s.num_items} items, {s.num_read} read)"
-        for s in samples
-    ]
+    words = []
+    for s in samples:
+        left_out = f", {s.num_left_out} of them left out" if s.num_left_out else ""
+        items = "?" if s.num_items is None else s.num_items
+        words.append(f"{s.name} ({items} items, {s.num_read} read{left_out})")
     return ", ".join(words) or "none could be read"
 
 
-def _tokens_words(config: RunConfig, seen: Inspection, rollouts: int) -> str:
-    prompt = _longest_prompt(config, seen)
+def _filter_words(config: RunConfig) -> str:
+    """`constant_reward; up to 192 more are drawn for a batch, then train_short`."""
+    dynamic = config.trajectory_pool.dynamic_sampling
+    if not dynamic.filters:
+        return ""
+    more = int(dynamic.refill_factor * config.data.batch_size)
+    drawn = f"up to {more} more are drawn for a batch" if more else "none are drawn in their place"
+    return f"{', '.join(dynamic.filters)}; {drawn}, then {dynamic.on_exhausted}"
+
+
+def _rows_per_version(config: RunConfig) -> tuple[str, str]:
+    data, worker = config.data, config.rollout_worker.type
+    rollouts = data.batch_size * data.rollout_repeat_n
+    if worker not in OFFLINE_WORKERS:
+        words = f"{rollouts} = {data.batch_size} items x {data.rollout_repeat_n} rollouts"
+        return "trajectories per version", words
+    factors = [f"{data.rollout_repeat_n} times"] * (data.rollout_repeat_n > 1)
+    factors += ["2 responses"] * (worker == "preference")
+    count = _num_rows(config)
+    whole = f" = {' x '.join([f'{data.batch_size} items', *factors])}" if factors else ""
+    return "rows per version", f"{count}{whole or ', one for each item'}"
+
+
+def _num_rows(config: RunConfig) -> int:
+    """Rows of a version's batch: an item of `preference` has two."""
+    responses = 2 if config.rollout_worker.type == "preference" else 1
+    return config.data.batch_size * config.data.rollout_repeat_n * responses
+
+
+def _tokens_words(config: RunConfig, seen: Inspection) -> str:
+    prompt, rows = _longest_prompt(config, seen), _num_rows(config)
     drawn = config.rollout_worker.sampling.max_tokens
     if config.rollout_worker.type == "custom":
         return f"as the worker draws; {drawn} at most per completion"
-    if prompt is None:
-        offline = config.rollout_worker.type in OFFLINE_WORKERS
-        return f"{rollouts} x (prompt + {'what the row holds' if offline else f'at most {drawn}'})"
-    bound = "data.max_prompt_tokens" if config.data.max_prompt_tokens else "longest sampled prompt"
     if config.rollout_worker.type in OFFLINE_WORKERS:
-        return (
-            f"{rollouts} x (prompt of up to {prompt} + what the row holds); {prompt} is the {bound}"
-        )
+        if seen.longest_row is None:
+            return f"{rows} x what a row holds"
+        longest = seen.longest_row
+        return f"about {rows * longest:,} = {rows} x {longest}, the longest row read"
+    if prompt is None:
+        return f"{rows} x (prompt + at most {drawn})"
+    bound = "data.max_prompt_tokens" if config.data.max_prompt_tokens else "longest sampled prompt"
     return (
-        f"at most {rollouts * (prompt + drawn):,} = {rollouts} x ({prompt} prompt + {drawn} "
+        f"at most {rows * (prompt + drawn):,} = {rows} x ({prompt} prompt + {drawn} "
         f"completion); {prompt} is the {bound}"
     )
 
@@ -247,9 +286,12 @@ def _validation_words(config: RunConfig, seen: Inspection) -> str:
     items = _num_items(seen.validation_sources)
     if validate.max_items is not None:
         items = min(items, validate.max_items) if items is not None else validate.max_items
+    shown = "?" if items is None else items
+    if config.rollout_worker.type in OFFLINE_WORKERS and config.rollout_worker.type != "supervised":
+        return f"{shown} items by their own loss, {', '.join(times)}"
     drawn = validate.sampling
     how = "greedy" if drawn.temperature == 0 else f"temperature {drawn.temperature:g}"
-    return f"{'?' if items is None else items} items x {validate.num_rollouts}, {how}, {', '.join(times)}"
+    return f"{shown} items x {validate.num_rollouts}, {how}, {', '.join(times)}"
 
 
 def _lint(config: RunConfig, seen: Inspection, model: ModelSize | None) -> Iterable[Finding]:
@@ -264,6 +306,12 @@ def _lint(config: RunConfig, seen: Inspection, model: ModelSize | None) -> Itera
         yield _warning(
             f"data.rollout_repeat_n is {config.data.rollout_repeat_n}, and {worker} rows of one "
             "item are all equal: each is trained that many times"
+        )
+    validated = worker == "supervised" and config.validate_.enabled
+    if worker in OFFLINE_WORKERS and config.rollout_worker.reward and not validated:
+        yield _warning(
+            f"rollout_worker.reward is {config.rollout_worker.reward}, and rows of "
+            f"rollout_worker.type {worker} are not scored"
         )
     if trainer.type == "custom" and config.rollout_worker.sampling.top_p < 1:
         yield _warning(
@@ -280,21 +328,33 @@ def _lint(config: RunConfig, seen: Inspection, model: ModelSize | None) -> Itera
 def _lint_lengths(
     config: RunConfig, seen: Inspection, model: ModelSize | None
 ) -> Iterable[Finding]:
-    prompt = _longest_prompt(config, seen)
-    limits = [config.service.inference_service.max_context, model.max_positions if model else None]
+    prompt, worker = _longest_prompt(config, seen), config.rollout_worker.type
+    positions = model.max_positions if model else 0
+    if seen.longest_row and positions and seen.longest_row > positions:
+        yield _problem(
+            f"a row of {seen.longest_row} tokens, prompt and response, is longer than the model's "
+            f"{positions} positions; leave such rows out with data.filter"
+        )
+    limits = [config.service.inference_service.max_context, positions]
     limit = min((value for value in limits if value), default=None)
-    if prompt is None or limit is None or config.rollout_worker.type == "custom":
+    drawn = {
+        "single_turn": ("rollout_worker.sampling", config.rollout_worker.sampling.max_tokens),
+        "supervised": ("validate.sampling", config.validate_.sampling.max_tokens),
+    }
+    if prompt is None or limit is None or worker not in drawn:
+        return
+    key, max_tokens = drawn[worker]
+    if worker == "supervised" and not config.validate_.enabled:
         return
     if prompt >= limit:
         yield _problem(
             f"a prompt of {prompt} tokens leaves no room in a context of {limit}; set "
             "data.max_prompt_tokens to leave such items out"
         )
-    elif prompt + config.rollout_worker.sampling.max_tokens > limit:
+    elif prompt + max_tokens > limit:
         yield _warning(
-            f"a prompt of {prompt} tokens and rollout_worker.sampling.max_tokens "
-            f"{config.rollout_worker.sampling.max_tokens} exceed the context of {limit}: such "
-            "completions are truncated by the context"
+            f"a prompt of {prompt} tokens and {key}.max_tokens {max_tokens} exceed the context of "
+            f"{limit}: such completions are truncated by the context"
         )
 
 
@@ -302,7 +362,15 @@ def _memory(config: RunConfig, model: ModelSize | None, seen: Inspection) -> lis
     if model is None:
         return []
     row_tokens = (_longest_prompt(config, seen) or 0) + config.rollout_worker.sampling.max_tokens
-    return estimate_memory(config, model, row_tokens=row_tokens)
+    if config.rollout_worker.type in OFFLINE_WORKERS:
+        row_tokens = seen.longest_row or model.max_positions
+    return estimate_memory(
+        config,
+        model,
+        row_tokens=row_tokens,
+        trained_tokens=_num_rows(config) * row_tokens,
+        teacher=seen.teacher,
+    )
 
 
 def _memory_findings(items: Iterable[MemoryItem], machine_bytes: int) -> list[Finding]:
@@ -326,12 +394,23 @@ def _warning(text: str) -> Finding:
     return Finding(severity="warning", text=text)
 
 
+def _labelled(label: str, value: str) -> list[str]:
+    """A label and its value, over as many lines as the width asks for."""
+    return textwrap.wrap(
+        f"  {label:<28}{value}",
+        WIDTH,
+        subsequent_indent=" " * 30,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def render_plan(plan: Plan) -> str:
     """The plan as plain text."""
     lines = [f"plan of {plan.title}"]
     for stage in plan.stages:
         lines += ["", f"stage {stage.name}"]
-        lines += [f"  {label:<28}{value}" for label, value in stage.lines]
+        lines += [line for label, value in stage.lines for line in _labelled(label, value)]
         if stage.first_prompt:
             shown = stage.first_prompt[:_SHOWN_PROMPT]
             more = "..." if len(stage.first_prompt) > _SHOWN_PROMPT else ""

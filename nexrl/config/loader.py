@@ -25,6 +25,7 @@ from nexrl.config.problems import raise_problems, schema_problems
 from nexrl.config.redact import secret_values
 from nexrl.config.references import resolve_references
 from nexrl.config.rules import rule_problems
+from nexrl.config.rules_stages import stage_problems
 from nexrl.config.schema import RunConfig
 from nexrl.config.shorthands import expand_shorthands
 from nexrl.config.stages import split_stages
@@ -88,6 +89,7 @@ def load_run_config(recipe: Path, overrides: Sequence[str] = ()) -> LoadedConfig
             stages.append(
                 StageConfig(name=name, config=stage.config, provenance=stage.provenance())
             )
+    problems += stage_problems([(s.name, s.config, s.provenance) for s in stages])
     raise_problems(problems, recipe=path.name)
     raw = whole.written.plain()
     return LoadedConfig(

@@ -80,6 +80,9 @@ trainer:
   that part: the clip range of ppo says nothing about cispo.
 - **What a name brings**: a correction its level, action and bounds, and `recompute_proximal`; a loss that
   is defined for one denominator its `aggregation`; remax its `greedy_baseline`.
+- **What nothing reads** is refused: a clip of a loss that has none, `std` of an estimator that divides by
+  nothing, `kl` of a preference loss. What is written once for all stages needs one stage that reads it,
+  and the default, written again (`trainer.algorithm.advantage.std=sample`), takes a setting back.
 
 ## Stages
 

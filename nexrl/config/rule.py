@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from nexrl.algorithms.advantages import ADVANTAGES
 from nexrl.algorithms.losses import LOSSES
@@ -12,6 +12,22 @@ from nexrl.config.schema import RunConfig
 
 Broken = tuple[str, ...]
 """A sentence, and the keys that it speaks of: the first that is written is shown with its line."""
+ADVANTAGE_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "std": ("grpo", "gigpo", "distill"),
+    "gamma": ("gae", "reinforce_pp", "step_returns", "gigpo"),
+    "gae_lambda": ("gae",),
+    "critic_lambda": ("gae",),
+    "length_adaptive": ("gae",),
+    "whiten": ("gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"),
+    "pass_k": ("pass_at_k",),
+    "success_reward": ("pass_at_k",),
+    "part_weights": ("gdpo",),
+    "baseline": ("reinforce",),
+    "step_weight": ("gigpo",),
+    "distill_coefficient": ("distill",),
+    "task_coefficient": ("distill",),
+}
+"""Settings of `trainer.algorithm.advantage`, each with the estimators that read it."""
 
 
 def is_reference(text: str) -> bool:

@@ -35,9 +35,7 @@ _DRAWN_IN_VALIDATION = ("single_turn", "supervised")
 def rule_problems(config: RunConfig, origins: Mapping[str, Origin]) -> list[str]:
     """A sentence for every broken rule, in the order of the sections, with where it was written."""
     found = [
-        *(broken for rule in RULES for broken in rule(config)),
-        *(broken for rule in ALGORITHM_RULES for broken in rule(config, origins)),
-        *(broken for rule in SERVICE_RULES for broken in rule(config)),
+        broken for rule in (*RULES, *ALGORITHM_RULES, *SERVICE_RULES) for broken in rule(config)
     ]
     return [text + _where(keys, origins) for text, *keys in found]
 

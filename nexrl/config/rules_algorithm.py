@@ -7,13 +7,12 @@ want is at most a warning of `nexrl plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from nexrl.algorithms.advantages import ADVANTAGES
 from nexrl.algorithms.loss_definition import REGULARISERS, LossDefinition, Setting
 from nexrl.algorithms.losses import LOSSES
 from nexrl.algorithms.presets import PRESETS
-from nexrl.config.nodes import Origin
 from nexrl.config.rule import (
     Broken,
     family_of,
@@ -22,7 +21,6 @@ from nexrl.config.rule import (
     is_rl,
     nearest,
     needs_of_advantage,
-    uses_critic,
 )
 from nexrl.config.schema import RunConfig
 from nexrl.errors import ConfigError
@@ -30,7 +28,6 @@ from nexrl.errors import ConfigError
 KEY = "trainer.algorithm"
 _CLIPS = ("clip_low", "clip_high", "dual_clip")
 _TEACHER = ("teacher_logprobs", "teacher_candidate_logprobs")
-Origins = Mapping[str, Origin]
 
 
 def policy_losses() -> dict[str, LossDefinition]:
@@ -42,7 +39,7 @@ def policy_losses() -> dict[str, LossDefinition]:
     }
 
 
-def names(config: RunConfig, _: Origins) -> Iterator[Broken]:
+def names(config: RunConfig) -> Iterator[Broken]:
     """Estimator and loss exist, and the preset's trainer can use the loss."""
     algorithm, family = config.trainer.algorithm, family_of(config)
     loss, key = algorithm.loss.name, f"{KEY}.loss.name"
@@ -77,7 +74,7 @@ def names(config: RunConfig, _: Origins) -> Iterator[Broken]:
         )
 
 
-def loss_settings(config: RunConfig, _: Origins) -> Iterator[Broken]:
+def loss_settings(config: RunConfig) -> Iterator[Broken]:
     """The loss has every setting that is given, and accepts its value."""
     algorithm, loss = config.trainer.algorithm, _policy_loss(config)
     if loss is None:
@@ -110,7 +107,7 @@ def loss_settings(config: RunConfig, _: Origins) -> Iterator[Broken]:
             yield f"{KEY}.loss: {error}", *(key for key, _ in given.values())
 
 
-def aggregation(config: RunConfig, _: Origins) -> Iterator[Broken]:
+def aggregation(config: RunConfig) -> Iterator[Broken]:
     """A loss that is defined for one denominator keeps it."""
     loss, given = _policy_loss(config), config.trainer.algorithm.loss.aggregation
     if loss is not None and loss.aggregation not in (None, given):
@@ -121,7 +118,7 @@ def aggregation(config: RunConfig, _: Origins) -> Iterator[Broken]:
         )
 
 
-def divergences(config: RunConfig, _: Origins) -> Iterator[Broken]:
+def divergences(config: RunConfig) -> Iterator[Broken]:
     """A KL estimator has a gradient where it is placed; the loss has a place for it."""
     if not is_rl(config):
         return
@@ -147,7 +144,7 @@ def divergences(config: RunConfig, _: Origins) -> Iterator[Broken]:
         yield f"{KEY}.entropy has no place in loss {loss.name}", f"{KEY}.entropy"
 
 
-def correction(config: RunConfig, origins: Origins) -> Iterator[Broken]:
+def correction(config: RunConfig) -> Iterator[Broken]:
     """A correction has a ratio, bounds to act on, and a loss that it multiplies."""
     if not is_rl(config):
         return
@@ -162,7 +159,7 @@ def correction(config: RunConfig, origins: Origins) -> Iterator[Broken]:
             )
         for name in ("low", "high"):
             if settings.preset == "none" and getattr(settings, name) is not None:
-                yield f"{key}.{name} is used only with an {key}.action", f"{key}.{name}"
+                yield f"{key}.{name} is used only with {key}.action", f"{key}.{name}"
         return
     chosen = settings.preset if settings.preset != "none" else settings.action
     if not algorithm.recompute_proximal:
@@ -187,7 +184,7 @@ def correction(config: RunConfig, origins: Origins) -> Iterator[Broken]:
         yield f"{key} {chosen}: loss {loss.name} takes no correction", key
 
 
-def estimator_inputs(config: RunConfig, origins: Origins) -> Iterator[Broken]:
+def estimator_inputs(config: RunConfig) -> Iterator[Broken]:
     """Whatever the estimator needs is made by somebody, and differs from 0."""
     if not is_rl(config):
         return
@@ -222,12 +219,9 @@ def estimator_inputs(config: RunConfig, origins: Origins) -> Iterator[Broken]:
             "data.rollout_repeat_n",
             f"{KEY}.advantage.name",
         )
-    for key in _written(origins, f"{KEY}.critic."):
-        if name in ADVANTAGES and not uses_critic(config):
-            yield f"{key} is used only with {KEY}.advantage gae, and it is {name}", key
 
 
-def teacher(config: RunConfig, origins: Origins) -> Iterator[Broken]:
+def teacher(config: RunConfig) -> Iterator[Broken]:
     """Distillation has a teacher, and a teacher has somebody to teach."""
     if not is_rl(config):
         return
@@ -269,7 +263,7 @@ def teacher(config: RunConfig, origins: Origins) -> Iterator[Broken]:
         )
 
 
-def shaping(config: RunConfig, _: Origins) -> Iterator[Broken]:
+def shaping(config: RunConfig) -> Iterator[Broken]:
     """The overlong penalty begins somewhere within a response."""
     cache = config.trainer.algorithm.shaping.overlong_cache
     longest = config.rollout_worker.sampling.max_tokens
@@ -281,7 +275,7 @@ def shaping(config: RunConfig, _: Origins) -> Iterator[Broken]:
         )
 
 
-def trust_region(config: RunConfig, _: Origins) -> Iterator[Broken]:
+def trust_region(config: RunConfig) -> Iterator[Broken]:
     """The gradient is bounded where tokens come from an older policy."""
     loss, steps = _policy_loss(config), config.trainer.num_optimizer_steps
     threshold = config.weight.staleness_threshold
@@ -309,8 +303,3 @@ ALGORITHM_RULES = (
 def _policy_loss(config: RunConfig) -> LossDefinition | None:
     """The named loss of the policy; None when rewards do not train, or the loss is the user's."""
     return policy_losses().get(config.trainer.algorithm.loss.name) if is_rl(config) else None
-
-
-def _written(origins: Origins, prefix: str) -> list[str]:
-    """Keys below a prefix that somebody wrote."""
-    return [key for key, origin in origins.items() if key.startswith(prefix) and not origin.implied]

@@ -18,7 +18,6 @@ from typing import Literal
 from nexrl.algorithms.presets import find_preset
 from nexrl.config.loader import StageConfig
 from nexrl.config.schema import RunConfig
-from nexrl.errors import ConfigError
 from nexrl.launch.process import ChildProcess
 from nexrl.services.inference.absent import AbsentInference
 from nexrl.services.inference.client import HttpInferenceService
@@ -57,21 +56,10 @@ class Services:
 def policy_head(stages: Sequence[StageConfig]) -> Head:
     """What the trained policy ends in: a value head when it becomes a reward model.
 
-    One policy goes through all stages, so ConfigError when they do not agree.
+    Stages agree on it: the configuration's rules see to that.
     """
-    scoring = {
-        s.name: find_preset(s.config.trainer.algorithm.preset).family == "reward_model"
-        for s in stages
-    }
-    if len(set(scoring.values())) > 1:
-        first = next(name for name, is_scoring in scoring.items() if is_scoring)
-        other = next(name for name, is_scoring in scoring.items() if not is_scoring)
-        raise ConfigError(
-            f"stages: {first!r} trains a reward model, which has a value head, and {other!r} a "
-            "language model; one policy goes through all stages (accepted: a run for each, the "
-            "second with service.train_service.model_path at a publication of the first)"
-        )
-    return "value" if any(scoring.values()) else "lm"
+    preset = find_preset(stages[0].config.trainer.algorithm.preset)
+    return "value" if preset.family == "reward_model" else "lm"
 
 
 @asynccontextmanager

@@ -52,12 +52,19 @@ class GroupRules:
 
 
 def _ask(group_filter: GroupFilter, group: RolloutGroup) -> str | None:
+    name = getattr(group_filter, "__name__", type(group_filter).__name__)
     try:
-        return group_filter(group)
+        reason = group_filter(group)
     except Exception as error:
-        name = getattr(group_filter, "__name__", type(group_filter).__name__)
         raise FilterFailedError(
             f"group filter {name} raised {type(error).__name__}: {error} "
             f"for group {group.group_key} at {user_frame(error)}",
             f"filter/{name}",
         ) from error
+    if reason is not None and not isinstance(reason, str):
+        raise FilterFailedError(
+            f"group filter {name} must return a reason to drop the group, or None to keep it; got "
+            f"{reason!r} for group {group.group_key}",
+            f"filter/{name}",
+        )
+    return reason

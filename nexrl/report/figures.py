@@ -1,6 +1,6 @@
 """What a run's metrics look like: charts for report.html and the image curve.png, by matplotlib.
 
-Consumes records of metrics.jsonl; `report.py` puts the charts on its page. Without matplotlib
+Consumes records of metrics.jsonl and the table of `charts.py`; `report.py` puts the charts on its page. Without matplotlib
 there are none, and the page says so.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nexrl.activity.metric_sink import TRAIN_AXIS, MetricRecord
+from nexrl.report.charts import CHARTS, CURVE, Lines
 from nexrl.types import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -24,37 +26,6 @@ _INK = "#7d8898"
 _MAX_DOTTED = 40
 _MARGINS = {"left": 0.11, "right": 0.99, "bottom": 0.11, "top": 0.91}
 """Of a chart: fixed, because fitting them takes as long as drawing."""
-
-Chart = Mapping[str, str]
-"""Metric name by label."""
-CURVE: Chart = {
-    "held-out accuracy": "validation/accuracy",
-    "reward, all rollouts": "reward/mean",
-    "reward, trained": "reward/trained_mean",
-}
-CHARTS: Mapping[str, Chart] = {
-    "Held-out accuracy": {"accuracy": "validation/accuracy"},
-    "Reward": {
-        "all rollouts": "reward/mean",
-        "trained": "reward/trained_mean",
-        "held-out": "validation/reward",
-    },
-    "Loss": {"loss": "loss/total", "nll per token": "nll/token"},
-    "Gradient norm": {"before clipping": "grad_norm"},
-    "Response length, tokens": {"mean": "response_length/mean", "longest": "response_length/max"},
-    "Entropy, nats per token": {"entropy": "entropy"},
-    "Trainer and engine disagree, nats": {"mean": "mismatch/abs_mean", "largest": "mismatch/max"},
-    "Throughput, tokens per second": {"generated": "rollout/tokens_per_s"},
-    "Seconds of each step": {
-        "train": "time/train",
-        "sync": "time/sync",
-        "validation": "time/validation",
-        "waiting for rollouts": "time/rollout_wait",
-        "other": "time/other",
-    },
-}
-PER_STAGE = frozenset(["Loss"])
-"""Charts of which each stage has its own, because scales have nothing in common."""
 
 
 def series_of(records: Iterable[MetricRecord], metric: str) -> tuple[tuple[float, float], ...]:
@@ -84,24 +55,32 @@ def draw_charts(records: Sequence[MetricRecord]) -> dict[str, str]:
     """A self-contained SVG by title, for each chart that has values; ImportError without matplotlib."""
     stages = list(dict.fromkeys(record.stage for record in records))
     drawn = {}
-    for title, chart in CHARTS.items():
-        parts = {title: records}
-        if title in PER_STAGE and len(stages) > 1:
-            parts = {f"{title}: {s}": [r for r in records if r.stage == s] for s in stages}
+    for chart in CHARTS:
+        parts = {chart.title: records}
+        if chart.per_stage and len(stages) > 1:
+            parts = {f"{chart.title}: {s}": [r for r in records if r.stage == s] for s in stages}
         for name, part in parts.items():
+            lines = _lines(part, chart.lines, is_log=chart.is_log, limits=chart.limits)
+            if len(lines) < chart.min_lines:
+                continue
             figure = _figure(5.6, 2.5)
-            if _plot(figure.subplots(gridspec_kw=_MARGINS), part, chart, stage_borders(part)):
-                drawn[name] = _svg(figure)
+            axes = figure.subplots(gridspec_kw=_MARGINS)
+            _plot(axes, lines, stage_borders(part))
+            if chart.is_log:
+                axes.set_yscale("log")
+            drawn[name] = _svg(figure)
     return drawn
 
 
 def draw_curve(path: Path, records: Sequence[MetricRecord], shares: Mapping[str, float]) -> None:
     """curve.png: accuracy and reward over training steps, and where the time went below."""
+    lines = _lines(records, CURVE)
+    if not lines:
+        return
     figure = _figure(8.0, 4.8)
     figure.set_layout_engine("constrained")
     curve, bar = figure.subplots(2, 1, height_ratios=(5, 1))
-    if not _plot(curve, records, CURVE, stage_borders(records)):
-        return
+    _plot(curve, lines, stage_borders(records))
     curve.set_xlabel("training step", color=_INK, fontsize=8)
     left = 0.0
     for colour, (name, share) in zip(COLOURS, shares.items(), strict=False):
@@ -137,19 +116,39 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _plot(
-    axes: Any,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    label: str
+    colour: str
+    """That of its place in the chart, whatever else was logged."""
+    points: Sequence[tuple[float, float]]
+
+
+def _lines(
     records: Sequence[MetricRecord],
-    chart: Chart,
-    borders: Sequence[tuple[float, str]],
-) -> bool:
-    """Draw the metrics that have values; False when none has."""
-    lines = {label: points for label, name in chart.items() if (points := series_of(records, name))}
-    for colour, (label, points) in zip(COLOURS, lines.items(), strict=False):
-        marker = "o" if len(points) <= _MAX_DOTTED else ""
-        axes.plot(
-            *zip(*points, strict=True), color=colour, lw=1.4, marker=marker, ms=3, label=label
-        )
+    metrics: Lines,
+    *,
+    is_log: bool = False,
+    limits: tuple[float, float] | None = None,
+) -> list[_Line]:
+    """Those metrics that have points; a point beyond the limits is drawn at the border."""
+    low, high = limits or (-math.inf, math.inf)
+    found = []
+    for colour, (label, name) in zip(COLOURS, metrics.items(), strict=False):
+        series = series_of(records, name)
+        points = [(x, min(max(y, low), high)) for x, y in series if y > 0 or not is_log]
+        if points:
+            found.append(_Line(label=label, colour=colour, points=points))
+    return found
+
+
+def _plot(axes: Any, lines: Sequence[_Line], borders: Sequence[tuple[float, str]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for line in lines:
+        marker = "o" if len(line.points) <= _MAX_DOTTED else ""
+        x, y = zip(*line.points, strict=True)
+        axes.plot(x, y, color=line.colour, lw=1.4, marker=marker, ms=3, label=line.label)
     for position, name in borders:
         axes.axvline(position, color=_INK, lw=0.8, ls=":")
         axes.text(
@@ -159,13 +158,12 @@ def _plot(
             style="italic",
             color=_INK,
         )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter("{x:,.4g}")
     axes.grid(alpha=0.2)
     axes.tick_params(colors=_INK, labelsize=8)
     axes.spines[:].set_visible(False)
-    if lines:
-        axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
-    return bool(lines)
+    axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
 
 
 def _svg(figure: Figure) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 
 from nexrl.activity.metric_sink import MetricRecord, read_metrics
 from nexrl.atomic import read_json, write_text
-from nexrl.report.figures import CHARTS, COLOURS, draw_charts, draw_curve
+from nexrl.report.charts import CHARTS
+from nexrl.report.figures import COLOURS, draw_charts, draw_curve
 
 
 def write_report(folder: Path, *, draw: bool = True) -> Path:
@@ -65,7 +66,7 @@ def _charts(drawn: Mapping[str, str]) -> str:
         for title, svg in drawn.items()
     ]
     shown = {title.partition(": ")[0] for title in drawn}  # a stage's own chart names the stage
-    absent = [title.lower() for title in CHARTS if title not in shown]
+    absent = [c.title.lower() for c in CHARTS if c.usual and c.title not in shown]
     note = _note(f"Not logged in this run: {', '.join(absent)}.") if absent else ""
     return f'<section class="two">{"".join(figures)}</section>{note}'
 
@@ -78,8 +79,8 @@ def _latest(records: Sequence[MetricRecord], reason: str) -> str:
             values.setdefault(name, []).append(value)
     body = [
         (name, f"{values[name][0]:.4g}", f"{values[name][-1]:.4g}")
-        for chart in CHARTS.values()
-        for name in chart.values()
+        for chart in CHARTS
+        for name in chart.lines.values()
         if name in values
     ]
     note = _note(f"No charts and no curve.png: {reason}.")

@@ -9,8 +9,8 @@ file and line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from nexrl.algorithms.advantage_definition import (
 from nexrl.algorithms.groups import GroupStatistics
 from nexrl.algorithms.loss_definition import REGULARISERS, LossDefinition, Setting, Settings
 from nexrl.config.user_code import load_user_object
-from nexrl.errors import NexRLError, UserCodeError, user_frame
+from nexrl.errors import ConfigError, NexRLError, UserCodeError, user_frame
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,18 +48,20 @@ def load_own_advantage(reference: str, recipe_dir: Path) -> AdvantageDefinition:
     """The function as an estimator; its attribute `needs` names fields of AdvantageInputs beyond
     rewards, groups and lengths that it cannot do without, for example ("values",)."""
     function = load_user_object(reference, recipe_dir=recipe_dir, key=ADVANTAGE_KEY)
+    accepted = tuple(field.name for field in fields(AdvantageInputs))
+    needs = _needs(ADVANTAGE_KEY, reference, function, default=(), accepted=accepted)
 
     def estimate(
         inputs: AdvantageInputs, _: GroupStatistics, settings: AdvantageSettings
     ) -> Advantages:
         found = _called(ADVANTAGE_KEY, reference, function, inputs, settings)
-        return _checked_advantages(reference, found, inputs)
+        return _checked_advantages(f"{reference} ({_line_of(function)})", found, inputs)
 
     return AdvantageDefinition(
         name=reference,
         group_relative=False,
         estimate=estimate,
-        needs=tuple(getattr(function, "needs", ())),
+        needs=needs,
     )
 
 
@@ -123,12 +125,9 @@ class OwnLoss:
             reference, recipe_dir=recipe_dir, key=LOSS_KEY
         )
         self.settings: dict[str, Setting] = dict(settings)
-        needs = tuple(getattr(self._function, "needs", ("logprobs",)))
-        if unknown := [name for name in needs if name not in LOSS_OUTPUTS]:
-            raise UserCodeError(
-                f"{LOSS_KEY}: {reference} needs the outputs {unknown} (accepted: "
-                f"{list(LOSS_OUTPUTS)})"
-            )
+        needs = _needs(
+            LOSS_KEY, reference, self._function, default=("logprobs",), accepted=LOSS_OUTPUTS
+        )
         self.definition = LossDefinition(
             name=reference,
             required=("weight", "advantage"),
@@ -156,7 +155,13 @@ class OwnLoss:
             raise UserCodeError(
                 f"{LOSS_KEY}: {self.reference} must return a tensor [n] = [{len(weight)}], a term "
                 f"for each trained token of the optimizer step, or a scalar tensor, got "
-                f"{_shape(term)}"
+                f"{_shape(term)} ({_line_of(self._function)})"
+            )
+        if not term.requires_grad:
+            raise UserCodeError(
+                f"{LOSS_KEY}: what {self.reference} returns depends on none of the outputs "
+                f"{list(self.definition.needs)}, so nothing would be trained; was it detached? "
+                f"({_line_of(self._function)})"
             )
         if not term.shape:
             return {"policy": term}
@@ -174,6 +179,27 @@ def _called(key: str, reference: str, function: Callable[..., Any], *arguments: 
         raise UserCodeError(
             f"{key}: {reference} raised {type(error).__name__}: {error} ({user_frame(error)})"
         ) from error
+
+
+def _needs(
+    key: str, reference: str, function: Any, *, default: tuple[str, ...], accepted: Sequence[str]
+) -> tuple[str, ...]:
+    """The function's attribute `needs`; ConfigError unless it is a tuple of accepted names."""
+    needs = getattr(function, "needs", default)
+    if not isinstance(needs, tuple | list):
+        raise ConfigError(
+            f"{key}: {reference} needs must be a tuple of names, got {needs!r} (accepted: "
+            f"{list(accepted)})"
+        )
+    if unknown := [name for name in needs if name not in accepted]:
+        raise ConfigError(f"{key}: {reference} needs {unknown} (accepted: {list(accepted)})")
+    return tuple(needs)
+
+
+def _line_of(function: Any) -> str:
+    """`file:line` of a function, or its name where it has no code of its own."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
 
 
 def _shape(value: Any) -> str:

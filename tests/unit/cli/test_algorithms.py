@@ -19,11 +19,11 @@ from nexrl.algorithms.losses import LOSSES
 from nexrl.algorithms.presets import PRESETS
 from nexrl.cli.algorithms import FILTER_LINES, KL_LINES, LOSS_LINES, WIDTH, listing
 from nexrl.cli.main import main
-from nexrl.cli.plan_algorithm import ADVANTAGE_SETTINGS
 from nexrl.config.loader import load_run_config
+from nexrl.config.rule import ADVANTAGE_SETTINGS
 from nexrl.config.schema import AdvantageConfig
 
-PARTS = (ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, CORRECTION_PRESETS)
+PARTS = (ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, CORRECTION_PRESETS, GROUP_FILTERS)
 NAMES = list(dict.fromkeys(name for names in (PRESETS, *PARTS) for name in names))
 
 
@@ -35,7 +35,7 @@ def shown(name: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_every_name_is_listed_with_one_line_of_words() -> None:
     first_words = [line.split()[0] for line in listing() if line.startswith("    ")]
-    for names in (PRESETS, *PARTS, GROUP_FILTERS):
+    for names in (PRESETS, *PARTS):
         assert set(names) <= set(first_words)
     assert max(map(len, listing())) <= WIDTH
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nexrl.cli.memory_estimate import ModelSize, estimate_memory, human_bytes, model_size
 from nexrl.cli.plan_text import (
+    WIDTH,
     Finding,
     Inspection,
     Plan,
@@ -33,6 +34,8 @@ class SeenWorld:
     size: ModelSize | None = MODEL
     machine: list[Finding] = field(default_factory=list)
     found: tuple[Finding, ...] = ()
+    longest_row: int | None = None
+    teacher: ModelSize | None = None
     ram: int = 8 << 30
 
     def inspection(self) -> Inspection:
@@ -46,6 +49,8 @@ class SeenWorld:
             sources=[sample],
             validation_sources=[sample],
             prompts=prompts,
+            longest_row=self.longest_row,
+            teacher=self.teacher,
             scorer="reward.py:exact",
             findings=self.found,
         )
@@ -120,6 +125,48 @@ def test_a_custom_trainer_is_told_by_its_class(make_recipe: MakeRecipe) -> None:
     assert algorithm_lines_of(make_recipe(), *overrides) == {"trainer": "T of t.py"}
 
 
+DPO = ("trainer.algorithm=dpo", "rollout_worker.reward=null", "data.rollout_repeat_n=1")
+VALIDATED = ("validate.enabled=true", "validate.sources=[{path: held_out.jsonl}]")
+
+
+def test_rows_that_are_only_read_are_counted_as_rows_and_not_as_rollouts(
+    make_recipe: MakeRecipe,
+) -> None:
+    world = SeenWorld(longest_row=9)
+    plan = plan_of(make_recipe(), *DPO, *VALIDATED, "validate.at_start=true", world=world)
+    lines = dict(plan.stages[0].lines)
+    assert lines["rows per version"] == "8 = 4 items x 2 responses"
+    assert lines["tokens per version"] == "about 72 = 8 x 9, the longest row read"
+    assert lines["validation"].startswith("100 items by their own loss, at start")
+    assert not {"trajectories per version", "staleness", "scorer"} & set(lines)
+    assert plan.findings == []
+
+
+def test_groups_that_will_be_dropped_are_told_with_what_replaces_them(
+    make_recipe: MakeRecipe,
+) -> None:
+    lines = dict(plan_of(make_recipe(), "trainer.algorithm=dapo").stages[0].lines)
+    assert lines["groups dropped"] == (
+        "constant_reward; up to 12 more are drawn for a batch, then train_short"
+    )
+    assert "groups dropped" not in dict(plan_of(make_recipe()).stages[0].lines)
+
+
+def test_a_loss_that_costs_a_forward_pass_says_so(make_recipe: MakeRecipe) -> None:
+    own = algorithm_lines_of(make_recipe(), "trainer.algorithm.loss=mine.py:loss")
+    assert "evaluates the loss, on what a forward pass returns" in own["beside the loss"]
+    bapo = algorithm_lines_of(make_recipe(), "trainer.algorithm=bapo")
+    assert bapo["beside the loss"] == "a forward pass before each optimizer step"
+
+
+def test_the_lines_of_a_stage_keep_within_the_width(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe()
+    for preset in ("dapo", "bapo", "vapo", "dr_grpo"):
+        plan = plan_of(recipe, f"trainer.algorithm={preset}")
+        stage = render_plan(plan).partition("\nmemory")[0]
+        assert max(map(len, stage.splitlines())) <= WIDTH
+
+
 def test_the_prompt_limit_bounds_tokens_when_it_is_set(make_recipe: MakeRecipe) -> None:
     lines = dict(plan_of(make_recipe(), "data.max_prompt_tokens=10").stages[0].lines)
     assert lines["tokens per version"].startswith("at most 144 = 8 x (10 prompt + 8 completion)")
@@ -157,11 +204,27 @@ def test_a_prompt_without_room_is_a_problem_and_a_tight_one_a_warning(
     assert "exceed the context of 64" in render_plan(tight)
 
 
+def test_a_row_longer_than_the_model_is_a_problem(make_recipe: MakeRecipe) -> None:
+    plan = plan_of(make_recipe(), *DPO, world=SeenWorld(longest_row=65))
+    assert plan.problems == [
+        "a row of 65 tokens, prompt and response, is longer than the model's 64 positions; leave "
+        "such rows out with data.filter"
+    ]
+
+
+def test_a_supervised_stage_samples_only_in_validation(make_recipe: MakeRecipe) -> None:
+    recipe, tight = make_recipe(), SeenWorld(prompt_lengths=(60,))
+    alone = render_plan(plan_of(recipe, "trainer.algorithm=sft", world=tight))
+    assert "exceed the context" not in alone
+    plan = plan_of(recipe, "trainer.algorithm=sft", *VALIDATED, world=tight)
+    assert "a prompt of 60 tokens and validate.sampling.max_tokens 256 exceed" in render_plan(plan)
+
+
 def test_settings_that_are_probably_not_meant_are_warned_of(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe()
     cases = {
         "trainer.algorithm.advantage=dr_grpo": "dr_grpo is meant for loss.aggregation constant",
-        "trainer.algorithm.advantage.gamma=0.9": "and the estimator is grpo",
+        "trainer.algorithm=sft": "rows of rollout_worker.type supervised are not scored",
         "trainer.algorithm.greedy_baseline=true": "which trainer.algorithm.advantage grpo does not",
         "trainer.optimizer.warmup_steps=10": "is longer than the stage's 3 optimizer steps",
         "rollout_worker.failure_policy.min_group_size=1": "shrinks to one member",
@@ -187,16 +250,27 @@ def test_memory_is_estimated_per_part_and_compared_with_the_machine(
     make_recipe: MakeRecipe,
 ) -> None:
     config = load_run_config(make_recipe(), ["trainer.algorithm.kl.coefficient=0.1"]).config
-    sizes = {i.what: i.num_bytes for i in estimate_memory(config, MODEL, row_tokens=15)}
+    sizes = {
+        i.what: i.num_bytes
+        for i in estimate_memory(config, MODEL, row_tokens=15, trained_tokens=120)
+    }
     assert sizes["train: weights"] == sizes["train: gradients"] == 4000
     assert sizes["train: AdamW moments"] == 8000
     assert sizes["train: reference policy"] == 4000
     assert sizes["train: logits of a micro-batch"] == 2 * 4 * (8 * 15) * 16
     assert sizes["inference: KV cache, 256 x 64 tokens"] == 2 * 2 * 8 * 4 * 256 * 64
     with_critic = load_run_config(make_recipe(), ["trainer.algorithm=ppo"]).config
-    sizes = {i.what: i.num_bytes for i in estimate_memory(with_critic, MODEL, row_tokens=15)}
+    sizes = {
+        i.what: i.num_bytes
+        for i in estimate_memory(with_critic, MODEL, row_tokens=15, trained_tokens=120)
+    }
     assert sizes["train: critic policy"] == 4 * 4000
     assert "train: reference policy" not in sizes
+    taught = ("trainer.algorithm=distill", "trainer.algorithm.teacher.path=t")
+    memory = plan_of(make_recipe(), *taught, world=SeenWorld(teacher=MODEL)).memory
+    assert {i.what: i.num_bytes for i in memory}["train: teacher policy"] == 4000
+    scoring = plan_of(make_recipe(), "trainer.algorithm=reward_model").memory
+    assert not any(i.what.startswith("inference") for i in scoring)
     small = plan_of(make_recipe(), world=SeenWorld(ram=1 << 20))
     assert "this machine has 1.0 MiB" in render_plan(small)
 
@@ -204,7 +278,7 @@ def test_memory_is_estimated_per_part_and_compared_with_the_machine(
 def test_services_elsewhere_take_no_memory_here(make_recipe: MakeRecipe) -> None:
     overrides = ["service.train_service.url=http://h:1", "service.inference_service.url=http://h:2"]
     config = load_run_config(make_recipe(), overrides).config
-    assert estimate_memory(config, MODEL, row_tokens=15) == []
+    assert estimate_memory(config, MODEL, row_tokens=15, trained_tokens=120) == []
 
 
 def test_parameters_are_counted_from_a_model_configuration() -> None:

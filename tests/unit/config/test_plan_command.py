@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -173,6 +174,118 @@ def test_messages_without_a_chat_template_are_refused(plan: Plan) -> None:
     code, _, err = plan(files={"train.jsonl": row})
     assert code == 2
     assert "has no chat template but the data has messages" in err
+
+
+PAIRS = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n'
+DPO = ("trainer.algorithm=dpo", "rollout_worker.reward=null", "data.rollout_repeat_n=1")
+
+
+def test_rows_of_pairs_are_made_by_the_worker_that_a_run_uses(plan: Plan) -> None:
+    code, out, err = plan("", *DPO, files={"train.jsonl": PAIRS * 4})
+    assert (code, err) == (0, "")
+    assert "tokens per version          about 48 = 8 x 6, the longest row read" in out
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "sentence"),
+    [
+        ("dpo", {"chosen": "2", "rejected": "2"}, "hold the same response ('2'): nothing is pref"),
+        ("dpo", {"chosen": "", "rejected": "2"}, "must be a non-empty string, got ''"),
+        ("dpo", {"chosen": 2, "rejected": "3"}, "must be a non-empty string, got 2"),
+        ("dpo", {"chosen": "2", "rejected": "3", "margin": "big"}, "must be a finite number, got"),
+        ("dpo", {"chosen": "2"}, "has no column 'rejected'; its columns are chosen, prompt"),
+        ("kto", {"answer": "2", "label": "true"}, "must be true (desirable) or false, got 'true'"),
+        ("process_reward_model", {"steps": "2", "label": [1]}, "must be a non-empty list of strin"),
+        ("process_reward_model", {"steps": ["2"], "label": []}, "one label for each of the 1 step"),
+        ("process_reward_model", {"steps": ["2"], "label": [3]}, "a probability in [0, 1], got 3"),
+        ("sft", {"reply": "2"}, "a supervised row needs a non-empty string in column 'answer'"),
+    ],
+    ids=str,
+)
+def test_rows_that_cannot_be_trained_are_refused_with_their_line(
+    plan: Plan, algorithm: str, row: dict[str, object], sentence: str
+) -> None:
+    lines = json.dumps({"prompt": "1+1=", **row}) + "\n"
+    overrides = (f"trainer.algorithm={algorithm}", "rollout_worker.reward=null")
+    code, _, err = plan("", *overrides, files={"train.jsonl": lines})
+    assert code == 2
+    assert "train.jsonl:1" in err
+    assert sentence in err
+
+
+def test_one_row_among_others_that_cannot_be_trained_is_a_warning(plan: Plan) -> None:
+    equal = '{"prompt": "1+1=", "chosen": "2", "rejected": "2"}\n'
+    code, out, _ = plan("", *DPO, files={"train.jsonl": PAIRS * 2 + equal})
+    assert code == 0
+    assert "1 of the 3 rows read cannot be trained and count as failed rollouts" in out
+    assert "train.jsonl:3: columns 'chosen' and 'rejected' hold the same response" in out
+
+
+def test_nothing_left_of_the_data_is_found_before_a_run(plan: Plan) -> None:
+    code, _, err = plan("", "data.max_prompt_tokens=1")
+    assert code == 2
+    assert "none of 6 rows is left" in err
+
+
+OWN = """
+def loss(outputs, inputs): return outputs["logprobs"]
+def advantage(inputs): return inputs.rewards
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "sentence"),
+    [
+        ("loss", "loss", "must accept (outputs, inputs, settings)"),
+        ("advantage", "advantage", "must accept (inputs, settings)"),
+        ("loss", "number", "is 3 of type int; a function or class is expected"),
+        ("advantage", "advantag", "did you mean advantage?"),
+    ],
+)
+def test_a_part_of_ones_own_is_refused_with_the_line_that_names_it(
+    plan: Plan, part: str, name: str, sentence: str
+) -> None:
+    settings = f"trainer: {{algorithm: {{{part}: 'own.py:{name}'}}}}\n"
+    code, _, err = plan(settings, files={"own.py": OWN})
+    assert code == 2
+    assert f"trainer.algorithm.{part}.name: " in err
+    assert sentence in err
+    assert err.endswith("(rl_train.yaml:2)\n")
+
+
+def test_a_syntax_error_in_a_loss_is_told_with_its_line(plan: Plan) -> None:
+    code, _, err = plan("", "trainer.algorithm.loss=own.py:f", files={"own.py": "x = 1\ndef f(:\n"})
+    assert code == 2
+    assert "syntax error" in err
+    assert "own.py:2" in err
+
+
+def distilled(teacher: object) -> tuple[str, ...]:
+    """Overrides that ask for a teacher."""
+    return ("trainer.algorithm=distill", f"trainer.algorithm.teacher.path={teacher}")
+
+
+def test_a_teacher_is_looked_at_and_counted(plan: Plan, tmp_path: Path) -> None:
+    code, out, err = plan("", *distilled(make_micro_model(tmp_path / "teacher")))
+    assert (code, err) == (0, "")
+    assert "train: teacher policy" in out
+
+
+def test_a_teacher_that_is_not_there_is_refused(plan: Plan) -> None:
+    code, _, err = plan("", *distilled("nowhere"))
+    assert code == 2
+    assert "trainer.algorithm.teacher.path: no config.json in nowhere" in err
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(plan: Plan, tmp_path: Path) -> None:
+    teacher = make_micro_model(tmp_path / "teacher")
+    file = teacher / "tokenizer.json"
+    file.write_text(file.read_text().replace('"+"', '"-"'))
+    code, _, err = plan("", *distilled(teacher))
+    assert code == 2
+    assert "trainer.algorithm.teacher.path: the tokenizer of" in err
+    assert "accepted: a teacher with the policy's own tokenizer" in err
 
 
 MADE_MODEL = (

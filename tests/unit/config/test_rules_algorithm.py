@@ -74,12 +74,18 @@ REFUSED = [
         "correction.low must be below trainer.algorithm.correction.high, got 6.0 and 5.0",
     ),
     ([f"{A}.correction.action=mask"], "needs trainer.algorithm.correction.low or"),
-    ([f"{A}.correction.high=2"], "correction.high is used only with an"),
+    (
+        [f"{A}.correction.high=2"],
+        "correction.high is used only with trainer.algorithm.correction.action",
+    ),
     (
         [f"{A}.correction=mis", f"{A}.correction.action=none"],
         "correction.preset mis acts, and trainer.algorithm.correction.action is none",
     ),
-    ([f"{A}.critic.lr=1e-3"], "critic.lr is used only with trainer.algorithm.advantage gae"),
+    (
+        [f"{A}.critic.lr=1e-3"],
+        "critic.lr is 0.001, and it is used only with trainer.algorithm.advantage gae",
+    ),
     (
         [f"{A}=remax", f"{A}.greedy_baseline=false"],
         "greedy_baseline must be true for trainer.algorithm.advantage remax",

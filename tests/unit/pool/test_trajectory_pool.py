@@ -521,6 +521,12 @@ async def test_a_filter_that_raises_names_itself_and_its_line() -> None:
     assert pool.ledger.failed == {"filter/broken": 2}
 
 
+async def test_a_filter_that_answers_with_a_number_drops_nothing_in_silence() -> None:
+    pool = make_pool(filters=[lambda group: 3])
+    with pytest.raises(UserCodeError, match=r"must return a reason .* or None .* got 3 for .*i0/0"):
+        await run_group(pool, 0, [1.0, 0.0])
+
+
 async def test_a_ready_group_can_be_rejected_with_a_reason() -> None:
     pool = make_pool(batch_size=2)
     await run_group(pool, 0, [1.0, 0.0])

@@ -147,6 +147,49 @@ def test_a_series_leaves_out_what_is_not_finite_and_is_empty_without_values(tmp_
     assert list(draw_charts(records)) == ["Entropy, nats per token"]
 
 
+def drawn(folder: Path, *steps: dict[str, float]) -> dict[str, str]:
+    """The charts of a run that logged these metrics, one mapping a step."""
+    sink = MetricSink(folder / "metrics.jsonl", clock=lambda: 0.0)
+    for step, metrics in enumerate(steps, 1):
+        sink.log("step", step, metrics)
+    sink.close()
+    return draw_charts(read_metrics(folder / "metrics.jsonl"))
+
+
+def test_every_kind_of_training_has_its_charts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    metrics = {
+        **{"kl/k3": 0.1, "ratio/clip_share_low": 0.2, "correction/ess": 0.9},
+        **{"values/mean": 0.3, "values/explained_variance": 0.5},
+        **{"preference/accuracy": 0.8, "preference/margin": 1.0, "preference/logprob_chosen": -2},
+    }
+    titles = " ".join(drawn(tmp_path, metrics))
+    for title in ("KL, nats", "by the clip", "Off-policy correction", "Critic: values",
+                  "Told apart", "Margin between", "Logprobs of the two sides"):  # fmt: skip
+        assert title in titles, title
+
+
+def test_terms_of_a_loss_are_drawn_only_when_there_are_several(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one = drawn(tmp_path, {"loss/total": 1.0, "loss/policy": 1.0})
+    assert list(one) == ["Loss"]
+    (tmp_path / "two").mkdir()
+    two = drawn(tmp_path / "two", {"loss/total": 1.0, "loss/policy": 0.9, "loss/kl": 0.1})
+    assert list(two) == ["Loss", "Terms of the loss"]
+
+
+def test_what_no_scale_can_show_does_not_hide_the_rest(tmp_path: Path) -> None:
+    """Returns that stop varying make the explained variance fall without bound; no step validates
+    for 0 seconds on a logarithmic scale."""
+    pytest.importorskip("matplotlib")
+    wild = {"values/explained_variance": -300.0, "time/train": 0.1, "time/validation": 0.0}
+    charts = drawn(tmp_path, {"values/explained_variance": 0.5, "time/train": 4.0}, wild)
+    ticks = re.findall(r"<!-- (\S+) -->", charts["Critic: explained variance, at least -1"])
+    assert "\N{MINUS SIGN}1" in ticks
+    assert not any("00" in tick for tick in ticks)
+    assert "Seconds of each step" in charts
+
+
 def test_bars_have_a_part_for_each_share(tmp_path: Path) -> None:
     run = make_run(tmp_path, status="completed", time_share={"train": 0.75, "other": 0.25})
     assert re.findall(r"width:([\d.]+)%", write_report(run).read_text()) == ["75.00", "25.00"]

@@ -33,7 +33,7 @@ def test_an_example_trains(tmp_path: Path, name: str) -> None:
 
 
 def test_there_is_a_documented_example_of_each_thing_that_a_user_may_write() -> None:
-    page = (EXAMPLES.parent / "docs" / "trainer.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "own-code.md").read_text()
     own = ("own_loss", "own_advantage", "own_filter", "own_trainer", "client_side_loss")
     assert set(own) <= set(FOLDERS)
     assert [name for name in own if f"| `{name}` |" not in page] == []

@@ -141,7 +141,7 @@ async def test_an_own_gradient_that_is_not_finite_is_skipped_where_that_is_asked
     service, metrics = await trained(recipe, **skipping)
     assert metrics["optimizer/skipped"] == 1
     assert ("backward", "actor") not in service.calls
-    with pytest.raises(InvariantError, match="optimizer step 1 of 1 .* is not finite"):
+    with pytest.raises(InvariantError, match=r"optimizer step 1 of 1 .* is not finite"):
         await trained(recipe, algorithm=algorithm)
 
 
@@ -192,7 +192,7 @@ async def test_an_own_advantage_may_judge_trajectories_or_tokens(recipe: Path, n
     [
         (
             "wrong",
-            r"mine\.py:wrong must return .*\[T\] = \[12\].*\[M\] = \[\d+\].*got shape \[11\]",
+            r"mine\.py:wrong .* must return .*\[T\] = \[12\].*\[M\] = \[\d+\].*got shape \[11\]",
         ),
         ("raising", r"mine\.py:raising raised IndexError.*mine\.py:\d+\)"),
     ],
@@ -224,7 +224,7 @@ def test_a_path_that_leads_nowhere_is_refused_before_anything_starts(
 
 
 async def test_an_own_loss_reads_the_teacher_that_is_configured(tmp_path: Path) -> None:
-    """docs/trainer.md: `teacher_logprobs` are there where there is a teacher."""
+    """docs/own-code.md: `teacher_logprobs` are there where there is a teacher."""
     service, teacher = ToyTrainService(), tmp_path / "teacher"
     await service.publish_weights("actor", PolicyVersion(), str(teacher))
     (teacher / "config.json").write_text("{}")

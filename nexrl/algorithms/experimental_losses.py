@@ -1,4 +1,4 @@
-"""Policy losses built from their papers and not certified yet; `experimental` in the registry.
+"""Policy losses built from their papers and little used so far; `experimental` in the registry.
 
 Shapes and letters as in `policy_losses.py`: rho the token's ratio, d = log rho, A the advantage, W =
 exp(sum of d over the row) the ratio of a whole row, sg no gradient. Results are [n].

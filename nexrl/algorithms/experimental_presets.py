@@ -1,4 +1,4 @@
-"""Presets around losses that are built from their papers and not certified yet."""
+"""Presets around losses that are built from their papers and little used so far."""
 
 from __future__ import annotations
 

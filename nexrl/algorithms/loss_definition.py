@@ -69,7 +69,7 @@ class LossDefinition:
     check: Callable[[Settings], None] | None = None
     """Raises ConfigError when resolved settings are out of range."""
     experimental: bool = False
-    """Not yet certified."""
+    """Built from its paper and little used so far; listed with (x)."""
 
     def resolve(self, config: Settings) -> dict[str, Setting]:
         """Defaults overlaid with `config`; ConfigError on an unknown key or a refused value."""

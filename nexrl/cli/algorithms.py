@@ -40,7 +40,7 @@ A preset is one word in a recipe, and brings parts; what is written beside it wi
 
 Any advantage goes with any loss, aggregation, correction and KL placement; what cannot work is
 refused with the reason. An advantage, a loss or a filter of your own is written `path.py:name`.
-`nexrl algorithms show NAME` prints settings, formula and source. (x): experimental, not certified.
+`nexrl algorithms show NAME` prints settings, formula and source. (x): experimental.
 r reward, mu and sd of its group, A advantage, rho = exp(logp - proximal logp), W its product over
 a row, V value, sg without gradient."""
 """What stands above the list."""

@@ -174,6 +174,14 @@ def algorithm_warnings(config: RunConfig) -> Iterator[str]:
             f"{KEY}.greedy_baseline draws and scores a greedy completion of each draw, which "
             f"{KEY}.advantage {name} does not read"
         )
+    alpha, longest = algorithm.advantage.length_adaptive, config.rollout_worker.sampling.max_tokens
+    if name == "gae" and alpha is not None and alpha * longest <= 2:
+        yield (
+            f"{KEY}.advantage.length_adaptive {alpha:g} makes lambda at most "
+            f"{max(0.0, 1 - 1 / (alpha * longest)):g} for the {longest} tokens of "
+            "rollout_worker.sampling.max_tokens, so advantages hardly see the reward: it is meant "
+            "for long answers"
+        )
     filters = config.trajectory_pool.dynamic_sampling.filters
     if CONSTANT_REWARD in filters and name in ADVANTAGES and not is_group_relative(config):
         yield (

@@ -139,6 +139,12 @@ def divergences(config: RunConfig) -> Iterator[Broken]:
             key,
             f"{KEY}.kl.placement",
         )
+    if kl.coefficient and kl.placement == "reward" and loss is not None and not _is_rewarded(loss):
+        yield (
+            f"{KEY}.kl.placement must be loss with {KEY}.loss {loss.name}, got reward: that loss has "
+            "no advantage, so no reward reaches it",
+            f"{KEY}.kl.placement",
+        )
     wanted = algorithm.entropy.coefficient or algorithm.entropy.target
     if wanted and loss is not None and "entropy_coefficient" not in loss.config:
         yield f"{KEY}.entropy has no place in loss {loss.name}", f"{KEY}.entropy"
@@ -298,6 +304,10 @@ ALGORITHM_RULES = (
     *(names, loss_settings, aggregation, divergences, correction),
     *(estimator_inputs, teacher, shaping, trust_region),
 )
+
+
+def _is_rewarded(loss: LossDefinition) -> bool:
+    return "advantage" in {*loss.required, *loss.optional}
 
 
 def _policy_loss(config: RunConfig) -> LossDefinition | None:

@@ -56,7 +56,6 @@ def launch(recipe: Path, overrides: Sequence[str] = (), *, resume: str | None = 
         os.environ.setdefault(name, value)
     extra = [] if resume is None else [f"resume={json.dumps(resume)}"]
     loaded = load_run_config(recipe, [*overrides, *extra])
-    policy_head(loaded.stages)
     folder, checkpoint = _open_run_folder(loaded.config)
     try:
         return asyncio.run(_Run(loaded, folder, checkpoint).main())

@@ -225,6 +225,7 @@ def test_settings_that_are_probably_not_meant_are_warned_of(make_recipe: MakeRec
     cases = {
         "trainer.algorithm.advantage=dr_grpo": "dr_grpo is meant for loss.aggregation constant",
         "trainer.algorithm=sft": "rows of rollout_worker.type supervised are not scored",
+        "trainer.algorithm=vapo": "length_adaptive 0.05 makes lambda at most",
         "trainer.algorithm.greedy_baseline=true": "which trainer.algorithm.advantage grpo does not",
         "trainer.optimizer.warmup_steps=10": "is longer than the stage's 3 optimizer steps",
         "rollout_worker.failure_policy.min_group_size=1": "shrinks to one member",

@@ -66,6 +66,14 @@ REFUSED = [
         "kl.estimator must be k1, k2 or k3 with trainer.algorithm.kl.placement reward, got k1+",
     ),
     (
+        [
+            f"{A}=distill_top_k",
+            f"{A}.teacher.path=t",
+            f"{A}.kl=" + "{coefficient: 0.1, placement: reward}",
+        ],
+        "placement must be loss with trainer.algorithm.loss reverse_kl_top_k, got reward",
+    ),
+    (
         [f"{A}.correction=tis", f"{A}.recompute_proximal=false"],
         "recompute_proximal must be true for trainer.algorithm.correction tis, got false",
     ),
@@ -184,8 +192,11 @@ def test_any_estimator_goes_with_any_policy_loss_correction_and_kl_placement(
     for advantage in ADVANTAGES:
         pair = combination(advantage, loss)
         load_run_config(recipe, pair)
-    for further in (f"{A}.correction=icepop", f"{A}.kl.placement=reward", f"{A}.entropy.target=1"):
-        load_run_config(recipe, [*combination("grpo", loss), further])
+    further = [f"{A}.correction=icepop", f"{A}.entropy.target=1"]
+    if "advantage" in LOSSES[loss].required:
+        further.append(f"{A}.kl.placement=reward")
+    for override in further:
+        load_run_config(recipe, [*combination("grpo", loss), override])
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

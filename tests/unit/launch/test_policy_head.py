@@ -31,11 +31,6 @@ def test_reward_models_have_a_value_head_and_everything_else_an_output_head() ->
     assert policy_head(stages("sft", "dpo", "grpo")) == "lm"
 
 
-def test_stages_that_need_different_heads_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'1-reward_model' trains a reward model.*'0-sft'"):
-        policy_head(stages("sft", "reward_model"))
-
-
 async def test_a_run_of_a_value_policy_has_no_engine_and_says_so(tmp_path: Path) -> None:
     in_process: dict[str, Any] = {"placement": "in_process"}
     config = RunConfig.model_validate({"service": {"train_service": in_process}})

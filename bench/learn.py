@@ -61,6 +61,8 @@ OVERRIDES: Mapping[str, Settings] = {
         "rollout_worker": {"reward": f"{TASK}:parts"},
         "validate": {"success_reward": 2.0},
     },
+    "reward_model": {"trainer": {"optimizer": {"lr": 1e-3}}},
+    "process_reward_model": {"trainer": {"optimizer": {"lr": 1e-3}}},
     "gigpo": TURNS,
     "step_returns": TURNS,
     "distill_top_k": {"trainer": {"algorithm": {"teacher": {"top_k": 8}}}},
@@ -231,6 +233,8 @@ def draw(curves: Mapping[str, list[tuple[int, float]]]) -> None:
     )
     for place in axes.flat[len(curves) :]:
         place.set_visible(False)
+    for place in axes.flat[max(0, len(curves) - columns) : len(curves)]:
+        place.tick_params(labelbottom=True)  # the lowest of each column, also where a line is short
     for place, (name, points) in zip(axes.flat, curves.items(), strict=False):
         steps, values = zip(*points, strict=True)
         place.plot(steps, values, color="#3b78d8", linewidth=1.5)

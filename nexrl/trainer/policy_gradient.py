@@ -47,6 +47,8 @@ from nexrl.trainer.trainer import TrainerContext
 from nexrl.types import Array, BoolArray, FloatArray, ModelSpec, Trajectory, TrajectoryStatus
 
 REFERENCE = "reference"
+SHAPING_PART = "shaping"
+"""Name of the reward part that `trainer.algorithm.shaping` makes, for gdpo and its part_weights."""
 
 
 class PolicyGradientTrainer(BatchedTrainer):
@@ -296,6 +298,7 @@ class PolicyGradientTrainer(BatchedTrainer):
         return ~table.known
 
     def _shaped(self, inputs: AdvantageInputs, lengths: IndexArray) -> AdvantageInputs:
+        """Rewards after shaping; what it changed is a reward part of its own beside the others."""
         shaping = self.config.algorithm.shaping
         rewards = shape_rewards(
             inputs.rewards,
@@ -305,7 +308,10 @@ class PolicyGradientTrainer(BatchedTrainer):
             overlong_penalty=shaping.overlong_penalty,
             length_penalty=shaping.length_penalty,
         )
-        return replace(inputs, rewards=rewards)
+        parts = inputs.reward_parts
+        if parts and not np.array_equal(rewards, inputs.rewards):
+            parts = {**parts, SHAPING_PART: rewards - inputs.rewards}
+        return replace(inputs, rewards=rewards, reward_parts=parts)
 
     def _correction(
         self, table: RowTable, columns: Mapping[str, Array], sums: MetricSums

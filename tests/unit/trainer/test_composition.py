@@ -225,6 +225,17 @@ async def test_length_penalties_reach_advantages_and_not_the_reward_metrics() ->
     assert metrics["group/constant_share"] == 0.0
 
 
+async def test_what_shaping_takes_is_a_reward_part_of_its_own_for_gdpo() -> None:
+    service = ToyTrainService()
+    rows = drawn(service, num_groups=1, size=2, reward=1.0, reward_parts={"answer": 1.0})
+    settings = {
+        "shaping": {"length_penalty": 0.1},
+        "advantage": {"name": "gdpo", "whiten": False, "part_weights": {"shaping": 3.0}},
+    }
+    _, metrics = await trained(service, rows, algorithm=settings)
+    assert metrics["advantage/max_abs"] == pytest.approx(3.0 / 2**0.5, rel=1e-4)
+
+
 async def test_the_entropy_coefficient_rises_below_its_target_and_falls_above() -> None:
     service = ToyTrainService()
     entropy = {"coefficient": 0.002, "target": 100.0, "rate": 0.001}

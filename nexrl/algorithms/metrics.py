@@ -23,6 +23,7 @@ from nexrl.algorithms.loss_definition import (
     policy_ratio,
 )
 from nexrl.algorithms.preference_metrics import PREFERENCE_METRIC_UNITS
+from nexrl.algorithms.segments import sum_of_products
 
 Values = npt.NDArray[Any]
 Formula = Callable[..., float | None]
@@ -145,7 +146,7 @@ def _mean(total: float, count: float) -> float:
 
 def _moments(values: Values) -> tuple[float, float, float]:
     wide = values.astype(np.float64, copy=False)
-    return float(wide.sum()), float(wide @ wide), float(wide.size)
+    return float(wide.sum()), sum_of_products(wide, wide), float(wide.size)
 
 
 def _variance(total: float, squares: float, count: float) -> float:

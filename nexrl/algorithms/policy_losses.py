@@ -32,6 +32,7 @@ from nexrl.algorithms.loss_definition import (
     number,
     policy_ratio,
 )
+from nexrl.algorithms.segments import sum_of_products
 from nexrl.errors import ConfigError
 
 
@@ -134,8 +135,8 @@ def bapo_bounds(outputs: Outputs, inputs: Inputs, settings: Settings) -> Prepare
         lower = np.minimum(lower, number(settings, "dual_clip"))
 
     def reached(clip_low: float, clip_high: float) -> bool:
-        above = float(np.minimum(upper, 1.0 + clip_high) @ gains)
-        below = float(np.maximum(lower, 1.0 - clip_low) @ losses)
+        above = sum_of_products(np.minimum(upper, 1.0 + clip_high), gains)
+        below = sum_of_products(np.maximum(lower, 1.0 - clip_low), losses)
         return above >= share * (above + below)
 
     lows = _bapo_range(settings, "clip_low")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nexrl.algorithms.groups import CONSTANT_SPREAD, Float64Array, IndexArray
-from nexrl.algorithms.segments import CHUNK
+from nexrl.algorithms.segments import CHUNK, sum_of_products
 
 WHITEN_EPSILON = 1e-8
 
@@ -41,8 +41,7 @@ class Moments:
         mean = float(values.mean())
         deviations = values - values.dtype.type(mean)
         gap, total = mean - self.mean, self.count + values.size
-        # Not `@`: BLAS would start threads for it, see ONE_THREAD in `segments.py`.
-        squares = float(np.einsum("i,i", deviations, deviations))
+        squares = sum_of_products(deviations, deviations)
         self.squares += squares + gap**2 * self.count * values.size / total
         self.mean += gap * values.size / total
         self.count = total
@@ -73,8 +72,9 @@ def _moments_of_repeated(values: Float64Array, counts: IndexArray) -> Moments:
     total = int(counts.sum())
     if not total:
         return Moments()
-    mean = float(counts @ values) / total
-    return Moments(count=total, mean=mean, squares=float(counts @ (values - mean) ** 2))
+    mean = sum_of_products(counts, values) / total
+    squares = sum_of_products(counts, (values - mean) ** 2)
+    return Moments(count=total, mean=mean, squares=squares)
 
 
 def whiten_in_place(values: Float64Array, moments: Moments) -> None:

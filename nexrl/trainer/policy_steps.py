@@ -15,6 +15,7 @@ import numpy as np
 
 from nexrl.algorithms.loss_definition import LossDefinition, Settings
 from nexrl.algorithms.metrics import MetricSums, add_ratio
+from nexrl.algorithms.segments import sum_of_products
 from nexrl.trainer.batched_trainer import BatchedTrainer, Outcome, StepOutcome, StepPlan
 from nexrl.trainer.batching import RowTable
 from nexrl.trainer.loss_columns import PolicyLoss, step_arrays
@@ -163,7 +164,7 @@ def _view(
     inputs = step_arrays(call.table, step.plan, call.inputs)
     if parts is None:
         terms = call.definition.parts(outputs, inputs, call.settings)
-        parts = {name: float(np.dot(term, inputs["weight"])) for name, term in terms.items()}
+        parts = {name: sum_of_products(term, inputs["weight"]) for name, term in terms.items()}
     return StepView(
         step=step,
         outputs=outputs,

@@ -104,15 +104,3 @@ class Renderer(Protocol):
     def decode(self, token_ids: IntArray, *, skip_special_tokens: bool = True) -> str:
         """Ids as text."""
         ...
-
-
-class Stateful(Protocol):
-    """Takes part in a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-compatible state; numpy arrays are allowed."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
-        ...

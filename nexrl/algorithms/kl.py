@@ -54,4 +54,5 @@ KL_ESTIMATORS: Mapping[str, Estimator] = {
     "k3+": _straight_through(k3),
 }
 KL_IN_LOSS: tuple[str, ...] = ("k2", "k3", "k1+", "k3+")
-KL_IN_REWARD: tuple[str, ...] = tuple(KL_ESTIMATORS)
+KL_IN_REWARD: tuple[str, ...] = ("k1", "k2", "k3")
+"""A reward has no gradient for `+` to replace."""

@@ -13,6 +13,7 @@ a row add up to the row's own term over R.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nexrl.algorithms.array_namespace import (
@@ -103,47 +104,30 @@ def _gmpo_clips(outputs: Outputs, inputs: Inputs, settings: Settings) -> tuple[A
 
 _GSPO: Settings = {**REGULARISERS, "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}
 
+_GSPO_DEFINITION = LossDefinition(
+    name="gspo",
+    required=POLICY_REQUIRED,
+    optional=POLICY_OPTIONAL,
+    config=_GSPO,
+    bounded=True,
+    term_of=gspo,
+    level="row",
+    aggregation="sequence_mean_token_mean",
+    ratio_of=sequence_ratio,
+    clips=_gspo_clips,
+    check=require_dual_clip,
+)
+
 SEQUENCE_LOSSES: tuple[LossDefinition, ...] = (
-    LossDefinition(
-        name="gspo",
-        required=POLICY_REQUIRED,
-        optional=POLICY_OPTIONAL,
-        config=_GSPO,
-        bounded=True,
-        term_of=gspo,
-        level="row",
-        aggregation="sequence_mean_token_mean",
-        ratio_of=sequence_ratio,
-        clips=_gspo_clips,
-        check=require_dual_clip,
-    ),
-    LossDefinition(
-        name="gspo_token",
-        required=POLICY_REQUIRED,
-        optional=POLICY_OPTIONAL,
-        config=_GSPO,
-        bounded=True,
-        term_of=gspo_token,
-        level="row",
-        aggregation="sequence_mean_token_mean",
-        ratio_of=sequence_ratio,
-        clips=_gspo_clips,
-        check=require_dual_clip,
-    ),
-    LossDefinition(
+    _GSPO_DEFINITION,
+    replace(_GSPO_DEFINITION, name="gspo_token", term_of=gspo_token),
+    replace(
+        _GSPO_DEFINITION,
         name="luspo",
-        required=POLICY_REQUIRED,
-        optional=POLICY_OPTIONAL,
         # LUSPO, Liu et al. 2026, section 5.1: wider than gspo's.
         config={**_GSPO, "clip_low": 2e-3, "clip_high": 2.5e-3},
-        bounded=True,
-        term_of=gspo,
-        level="row",
-        # LUSPO 2026 multiplies the loss of a row by its length, which is this denominator.
+        # It multiplies the loss of a row by the row's length, which is this denominator.
         aggregation="sequence_mean_token_sum",
-        ratio_of=sequence_ratio,
-        clips=_gspo_clips,
-        check=require_dual_clip,
         experimental=True,
     ),
     LossDefinition(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nexrl.algorithms.advantages import ADVANTAGES
+from nexrl.algorithms.kl import KL_IN_LOSS, KL_IN_REWARD
 from nexrl.algorithms.loss_definition import REGULARISERS, LossDefinition, Setting
 from nexrl.algorithms.losses import LOSSES
 from nexrl.algorithms.presets import PRESETS
@@ -124,7 +125,7 @@ def divergences(config: RunConfig) -> Iterator[Broken]:
         return
     algorithm, loss = config.trainer.algorithm, _policy_loss(config)
     kl, key = algorithm.kl, f"{KEY}.kl.estimator"
-    if kl.coefficient and kl.placement == "loss" and kl.estimator == "k1":
+    if kl.coefficient and kl.placement == "loss" and kl.estimator not in KL_IN_LOSS:
         yield (
             f"{key} must be k2, k3, k1+ or k3+ with {KEY}.kl.placement loss, got k1: its gradient "
             "is zero in expectation; k1+ has its value and the gradient of k2, or place it in the "
@@ -132,7 +133,7 @@ def divergences(config: RunConfig) -> Iterator[Broken]:
             key,
             f"{KEY}.kl.placement",
         )
-    if kl.coefficient and kl.placement == "reward" and kl.estimator.endswith("+"):
+    if kl.coefficient and kl.placement == "reward" and kl.estimator not in KL_IN_REWARD:
         yield (
             f"{key} must be k1, k2 or k3 with {KEY}.kl.placement reward, got {kl.estimator}: a "
             "reward has no gradient for `+` to replace",

@@ -7,7 +7,7 @@ a setting that is silently ignored would change what is sampled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -182,9 +182,6 @@ def _in_words(kind: type[BaseModel], error: ValidationError) -> Iterable[str]:
 
 
 # --- answers ----------------------------------------------------------------------------------
-
-TokenText = Mapping[int, str]
-Object = Literal["text_completion", "chat.completion"]
 
 
 def wire_finish_reason(reason: str) -> str:

@@ -14,6 +14,10 @@ from typing import Any
 from nexrl.config.redact import redact
 from nexrl.errors import ConfigError
 
+_UPLOAD_DEADLINE_S = 120.0
+"""How long the end of a run waits for wandb; what is not uploaded by then stays in the run folder,
+for `wandb sync`."""
+
 
 class TensorBoardLogger:
     """A MetricLogger. The x axis is each family's own step; family `step` has no prefix.
@@ -78,7 +82,7 @@ class WandbLogger:
             resume="allow",
             dir=str(folder),
             config=redact(config, secrets=secrets),
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(silent=True, console="off", finish_timeout=_UPLOAD_DEADLINE_S),
         )
         self._axes: set[str] = set()
         self._names: set[str] = set()
@@ -95,7 +99,17 @@ class WandbLogger:
         self._run.log({axis_name: step, **metrics})
 
     def close(self) -> None:
-        """Finish the run; idempotent."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        """Finish the run; its file is whole on return. Idempotent."""
+        if self._run is None:
+            return
+        import wandb
+
+        self._run.finish()
+        self._run = None
+        if wandb.run is None:
+            # wandb's own process writes the file's end after `finish` has returned, and an exit
+            # hook waits for that, which an interrupted run does not reach.
+            try:
+                wandb.teardown()
+            except SystemExit as error:  # its way to say so; the run's own exit code stands
+                raise RuntimeError(f"wandb's service ended with {error.code}") from error

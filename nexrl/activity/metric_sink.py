@@ -139,19 +139,24 @@ class MetricSink:
             logger.log(axis, step, metrics)
         except Exception as error:  # noqa: BLE001 - a tracker's own failure must not end a run whose metrics are safe on disk
             self._loggers.remove(logger)
-            log.warning(
-                "%s failed and gets no further metrics (metrics.jsonl has them all): %s: %s",
-                type(logger).__name__,
-                type(error).__name__,
-                error,
-            )
+            _warn(logger, "failed and gets no further metrics", error)
 
     def close(self) -> None:
-        """Close the file and the loggers; idempotent."""
+        """Close the file and the loggers, each whatever becomes of the others; idempotent."""
         self._file.close()
         loggers, self._loggers = self._loggers, []
         for logger in loggers:
-            logger.close()
+            try:
+                logger.close()
+            except Exception as error:  # noqa: BLE001 - as in _pass_on
+                _warn(logger, "could not be closed", error)
+
+
+def _warn(logger: MetricLogger, what: str, error: Exception) -> None:
+    name = type(logger).__name__
+    log.warning(
+        "%s %s (metrics.jsonl has them all): %s: %s", name, what, type(error).__name__, error
+    )
 
 
 def read_metrics(path: Path, *, superseded: bool = False) -> list[MetricRecord]:

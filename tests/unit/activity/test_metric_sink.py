@@ -30,6 +30,8 @@ class ListLogger:
 
     def close(self) -> None:
         self.closed += 1
+        if len(self.logged) >= self._fails_from:
+            raise ConnectionError("tracker unreachable")
 
 
 class SinkMaker(Protocol):
@@ -158,6 +160,16 @@ def test_a_logger_that_fails_is_left_out_and_nothing_else_is_lost(
     assert (len(bad.logged), len(good.logged)) == (1, 3)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
     assert caplog.text.count("ListLogger failed and gets no further metrics") == 1
+
+
+def test_a_logger_that_cannot_be_closed_does_not_keep_the_others_open(
+    make_sink: SinkMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, sound = ListLogger(fails_from=0), ListLogger()
+    make_sink(broken, sound).close()
+    assert (broken.closed, sound.closed) == (1, 1)
+    assert "ListLogger could not be closed" in caplog.text
+    assert "tracker unreachable" in caplog.text
 
 
 def test_closing_twice_closes_loggers_once(make_sink: SinkMaker) -> None:

@@ -1,8 +1,9 @@
 """Milliseconds of CPU for the advantages of a large batch: `python bench/advantages.py`.
 
-8,192 trajectories x 2,048 trained tokens in groups of 8, down to one number for each token: in
-float64 as estimated, and in float32 as the trainer sends it. `ragged` draws lengths between 1 and
-twice the mean.
+8,192 trajectories x 2,048 trained tokens in groups of 8, down to one number for each token: spread
+to float64, and to float32 as the trainer sends it. Columns of tokens come in float32, or with
+`--inputs float64` as the built-in trainer has them. `--ragged` draws lengths between 1 and twice the
+mean.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import numpy as np
 
 from nexrl.algorithms.advantage_definition import AdvantageInputs, AdvantageSettings
 from nexrl.algorithms.advantages import ADVANTAGES, compute_advantages
-from nexrl.algorithms.groups import IndexArray
+from nexrl.algorithms.groups import Float64Array, IndexArray
 
 GROUP_SIZE = 8
 TURN_TOKENS = 64
 
 
-def make_inputs(lengths: IndexArray, *, token_rewards: bool) -> AdvantageInputs:
-    """Everything that any estimator asks for, random, per-token arrays in float32."""
+def make_inputs(lengths: IndexArray, *, token_rewards: bool, dtype: str) -> AdvantageInputs:
+    """Everything that any estimator asks for, random, per-token arrays in `dtype`."""
     generator = np.random.default_rng(0)
     num, num_tokens = len(lengths), int(lengths.sum())
 
-    def tokens() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        return generator.standard_normal(num_tokens, np.float32)
+    def tokens() -> Float64Array:
+        return generator.standard_normal(num_tokens, np.float32).astype(dtype, copy=False)
 
     counts = -(-lengths // TURN_TOKENS)
     turn_lengths = np.full(int(counts.sum()), TURN_TOKENS)
@@ -73,12 +74,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="mean trained tokens")
     parser.add_argument("--ragged", action="store_true", help="lengths differ")
     parser.add_argument("--token-rewards", action="store_true", help="with a reward at each token")
+    parser.add_argument("--inputs", choices=("float32", "float64"), default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     lengths = np.full(args.trajectories, args.tokens)
     if args.ragged:
         lengths = np.random.default_rng(1).integers(1, 2 * args.tokens, args.trajectories)
-    inputs = make_inputs(lengths, token_rewards=args.token_rewards)
+    inputs = make_inputs(lengths, token_rewards=args.token_rewards, dtype=args.inputs)
     results = {
         name: measure(name, inputs, AdvantageSettings(gamma=0.999, gae_lambda=0.95), args.rounds)
         for name in ADVANTAGES

@@ -12,6 +12,7 @@ from nexrl.algorithms.advantage_definition import (
 )
 from nexrl.algorithms.group_advantages import standardised
 from nexrl.algorithms.groups import GroupStatistics, group_statistics
+from nexrl.algorithms.segments import working_dtype
 from nexrl.errors import ConfigError
 
 
@@ -26,7 +27,9 @@ def _distill(
     On-policy distillation, Lu et al. 2025; reverse KL of the student's own draws: MiniLLM, Gu et al.
     2024; GKD, Agarwal et al. 2024.
     """
-    advantages = np.subtract(inputs.teacher_logprobs, inputs.behavior_logprobs, dtype=np.float64)
+    teacher, behavior = inputs.teacher_logprobs, inputs.behavior_logprobs
+    dtype = working_dtype(teacher, behavior, inputs.token_rewards)
+    advantages = np.subtract(teacher, behavior, dtype=dtype)
     advantages *= settings.distill_coefficient
     if inputs.token_rewards is not None:
         advantages += inputs.token_rewards
@@ -37,7 +40,7 @@ def _distill(
                 "of each trajectory"
             )
         task = standardised(group_statistics(inputs.rewards, inputs.groups), settings.std)
-        advantages += np.repeat(settings.task_coefficient * task, inputs.lengths)
+        advantages += np.repeat((settings.task_coefficient * task).astype(dtype), inputs.lengths)
     return Advantages(per_token=advantages)
 
 

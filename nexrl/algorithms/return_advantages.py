@@ -20,13 +20,14 @@ from nexrl.algorithms.advantage_definition import (
 from nexrl.algorithms.group_advantages import standardised
 from nexrl.algorithms.groups import Float64Array, GroupStatistics, IndexArray, group_statistics
 from nexrl.algorithms.segments import (
-    chunks,
     discounted_sums,
+    parts,
     segment_ends,
-    segment_starts,
     segment_sums,
+    whole_segments,
+    working_dtype,
 )
-from nexrl.algorithms.whitening import Moments, whiten_in_place
+from nexrl.algorithms.whitening import Moments, moments_of, whiten_in_place
 
 
 def _gae(inputs: AdvantageInputs, _: GroupStatistics, settings: AdvantageSettings) -> Advantages:
@@ -38,37 +39,59 @@ def _gae(inputs: AdvantageInputs, _: GroupStatistics, settings: AdvantageSetting
     al. 2022; decoupled and length-adaptive lambda: VAPO 2025.
     """
     lengths = _lengths(inputs)
-    critic_lambda = settings.gae_lambda
-    if settings.critic_lambda is not None:
-        critic_lambda = settings.critic_lambda
-    policy_factors = settings.gamma * _policy_lambdas(lengths, settings)
-    critic_factor = float(settings.gamma * critic_lambda)
+    critic_lambda = settings.critic_lambda
+    if critic_lambda is None:
+        critic_lambda = settings.gae_lambda
     shared = settings.length_adaptive is None and critic_lambda == settings.gae_lambda
-    num_tokens, dtype = int(lengths.sum()), _working_dtype(inputs.values, inputs.token_rewards)
-    advantages, returns = np.empty(num_tokens, dtype), np.empty(num_tokens, dtype)
+    policy_factors = settings.gamma * _policy_lambdas(lengths, settings)
+    dtype = working_dtype(inputs.values, inputs.token_rewards)
+    advantages, returns = np.empty(len(inputs.values), dtype), np.empty(len(inputs.values), dtype)
     moments = Moments()
-    for some, tokens in chunks(lengths):
-        deltas = _token_rewards(inputs, some, tokens, dtype)
-        values = np.asarray(inputs.values[tokens], dtype)
-        bootstrap = values * dtype(settings.gamma)
-        bootstrap[segment_starts(lengths[some])] = 0.0
-        deltas[:-1] += bootstrap[1:]
-        deltas -= values
-        to_critic = discounted_sums(deltas, lengths[some], critic_factor)
-        np.add(to_critic, values, out=returns[tokens])
+    for some, tokens in whole_segments(lengths):
+        found, targets = advantages[tokens], returns[tokens]
+        _put_deltas(found, _part_of(inputs, some, tokens), settings.gamma)
         if not shared:
-            factors = policy_factors if isinstance(policy_factors, float) else policy_factors[some]
-            to_critic = discounted_sums(deltas, lengths[some], factors)
-        advantages[tokens] = to_critic
-        moments.add(to_critic)
+            targets[:] = found
+            discounted_sums(targets, lengths[some], settings.gamma * critic_lambda)
+        discounted_sums(found, lengths[some], policy_factors[some])
+        np.add(found if shared else targets, inputs.values[tokens], out=targets)
+        for part in parts(len(found)):
+            moments.add(found[part])
     if settings.whiten:
         whiten_in_place(advantages, moments)
     return Advantages(per_token=advantages, returns=returns)
 
 
-def _policy_lambdas(lengths: IndexArray, settings: AdvantageSettings) -> float | Float64Array:
+def _part_of(inputs: AdvantageInputs, some: slice, tokens: slice) -> AdvantageInputs:
+    """What `_put_deltas` reads of some trajectories, which have these tokens."""
+    rewards = inputs.token_rewards
+    return AdvantageInputs(
+        rewards=inputs.rewards[some],
+        groups=inputs.groups[some],
+        lengths=_lengths(inputs)[some],
+        values=inputs.values[tokens],
+        token_rewards=None if rewards is None else rewards[tokens],
+    )
+
+
+def _put_deltas(deltas: Any, inputs: AdvantageInputs, gamma: float) -> None:
+    """[M] r_t + gamma V_{t+1} - V_t; no value follows a trajectory's last token."""
+    values, token_rewards = inputs.values, inputs.token_rewards
+    for part in parts(len(values)):
+        following = values[part.start + 1 : part.stop + 1]
+        some = deltas[part]
+        np.multiply(following, gamma, out=some[: len(following)], dtype=deltas.dtype)
+        some[len(following) :] = 0.0
+        some -= values[part]
+        if token_rewards is not None:
+            some += token_rewards[part]
+    ends = segment_ends(_lengths(inputs))
+    deltas[ends] = _last_rewards(inputs) - values[ends]
+
+
+def _policy_lambdas(lengths: IndexArray, settings: AdvantageSettings) -> Float64Array:
     if settings.length_adaptive is None:
-        return float(settings.gae_lambda)
+        return np.full(len(lengths), settings.gae_lambda)
     return np.maximum(0.0, 1.0 - 1.0 / (settings.length_adaptive * np.maximum(lengths, 1)))
 
 
@@ -80,17 +103,52 @@ def _reinforce_pp(
     The return of each token, with the KL penalty among the token rewards. REINFORCE++, Hu et al.
     2025, equations 4 and 5.
     """
+    if inputs.token_rewards is None:
+        return Advantages(per_token=_decayed_rewards(inputs, settings))
     lengths = _lengths(inputs)
-    dtype = _working_dtype(inputs.token_rewards)
-    advantages, moments = np.empty(int(lengths.sum()), dtype), Moments()
-    for some, tokens in chunks(lengths):
-        rewards = _token_rewards(inputs, some, tokens, dtype)
-        found = discounted_sums(rewards, lengths[some], float(settings.gamma))
-        advantages[tokens] = found
-        moments.add(found)
+    advantages = np.array(inputs.token_rewards, working_dtype(inputs.token_rewards))
+    advantages[segment_ends(lengths)] = _last_rewards(inputs)
+    discounted_sums(advantages, lengths, settings.gamma)
     if settings.whiten:
-        whiten_in_place(advantages, moments)
+        whiten_in_place(advantages, moments_of(advantages))
     return Advantages(per_token=advantages)
+
+
+def _decayed_rewards(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float64Array:
+    """[M] reward x gamma ** (tokens still to come): all there is without token rewards."""
+    lengths = _lengths(inputs)[_lengths(inputs) > 0]
+    rewards = _last_rewards(inputs)
+    powers = settings.gamma ** np.arange(lengths.max(initial=0), dtype=np.float64)[::-1]
+    found = np.empty(int(lengths.sum()))
+    shift, stop = 0.0, 0
+    if settings.whiten:
+        moments = _decayed_moments(rewards, lengths, settings.gamma)
+        scale = moments.scale(found.dtype)
+        rewards, shift = rewards * scale, -moments.mean * scale
+    for reward, length in zip(rewards.tolist(), lengths.tolist(), strict=True):
+        some = found[stop : stop + length]
+        np.multiply(powers[len(powers) - length :], reward, out=some)
+        some += shift
+        stop += length
+    return found
+
+
+def _decayed_moments(rewards: Float64Array, lengths: IndexArray, gamma: float) -> Moments:
+    """Of reward x gamma ** (tokens still to come), from sums over the longest trajectory's powers.
+
+    1 - gamma ** k is summed in place of the powers: near gamma 1 these are all but equal, and
+    their spread would be lost.
+    """
+    if not len(lengths):
+        return Moments()
+    lost = 1.0 - gamma ** np.arange(lengths.max(), dtype=np.float64)
+    sums, squares = np.cumsum(lost)[lengths - 1], np.cumsum(lost**2)[lengths - 1]
+    means = rewards * (1.0 - sums / lengths)
+    within = rewards**2 * (squares - sums**2 / lengths)
+    total = int(lengths.sum())
+    mean = float((lengths * means).sum()) / total
+    spread = float((within + lengths * (means - mean) ** 2).sum())
+    return Moments(count=total, mean=mean, squares=spread)
 
 
 def _lengths(inputs: AdvantageInputs) -> IndexArray:
@@ -98,20 +156,11 @@ def _lengths(inputs: AdvantageInputs) -> IndexArray:
     return inputs.lengths
 
 
-def _working_dtype(*arrays: Any) -> Any:
-    """float32 where every per-token array given is: what comes from a model has no more digits, and
-    half the memory is half the time. Else float64."""
-    given = [array for array in arrays if array is not None]
-    return np.float32 if given and all(a.dtype == np.float32 for a in given) else np.float64
-
-
-def _token_rewards(inputs: AdvantageInputs, some: slice, tokens: slice, dtype: Any) -> Any:
-    """Reward at each token of some trajectories, a new array; theirs is earned at the last one."""
-    lengths = _lengths(inputs)[some]
-    rewards = np.zeros(tokens.stop - tokens.start, dtype)
+def _last_rewards(inputs: AdvantageInputs) -> Float64Array:
+    """Reward at the last token of each trajectory that has one."""
+    rewards = inputs.rewards[_lengths(inputs) > 0]
     if inputs.token_rewards is not None:
-        rewards += inputs.token_rewards[tokens]
-    rewards[segment_ends(lengths)] += inputs.rewards[some][lengths > 0]
+        rewards = rewards + inputs.token_rewards[segment_ends(_lengths(inputs))]
     return rewards
 
 
@@ -169,10 +218,10 @@ def _turn_returns(
 ) -> Float64Array:
     """[U] discounted rewards from each turn on."""
     assert inputs.turn_counts is not None
-    earned = earned.copy()
-    earned[segment_ends(inputs.turn_counts)] += inputs.rewards[inputs.turn_counts > 0]
-    found: Float64Array = discounted_sums(earned, inputs.turn_counts, float(settings.gamma))
-    return found
+    returns = earned.copy()
+    returns[segment_ends(inputs.turn_counts)] += inputs.rewards[inputs.turn_counts > 0]
+    discounted_sums(returns, inputs.turn_counts, settings.gamma)
+    return returns
 
 
 def _spread_turns(inputs: AdvantageInputs, per_turn: Float64Array) -> Advantages:

@@ -6,7 +6,7 @@ Estimators step over time here. No segment touches another, and an empty one is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,22 @@ import numpy as np
 from nexrl.algorithms.groups import Float64Array, IndexArray
 
 BLOCK = 16
-"""Entries that one matrix product steps over; larger multiplies more, smaller recurses deeper."""
+"""Entries that a row of a matrix product steps over; larger multiplies more, smaller recurses deeper.
+"""
+FEW_BLOCKS = 16
+"""Blocks with one factor that a matrix product is worth calling for."""
 ONE_THREAD = 1 << 18
 """Multiplications of a matrix product that BLAS still does in the calling thread. Its worker threads
 spin, and cost more than they bring while a model trains beside."""
 CHUNK = 1 << 16
 """Entries worked on at a time: their arrays stay in a core's cache."""
+MANY = 1 << 22
+"""Entries that are worked on over and over again: their arrays stay in the cores' common cache."""
+
+
+def plain_sum(values: Any) -> float:
+    """Sum of values [n], in half the time of np.sum, which adds pairwise."""
+    return float(np.einsum("i->", values))
 
 
 def sum_of_products(values: Any, others: Any) -> float:
@@ -27,12 +37,26 @@ def sum_of_products(values: Any, others: Any) -> float:
     return float(np.einsum("i,i", values, others))
 
 
+def working_dtype(*arrays: Any) -> Any:
+    """float32 where every per-token array given is: what comes from a model has no more digits, and
+    half the memory is half the time. Else float64."""
+    given = [array for array in arrays if array is not None]
+    return np.float32 if given and all(a.dtype == np.float32 for a in given) else np.float64
+
+
 def segment_sums(values: Any, lengths: IndexArray) -> Float64Array:
-    """[S] sum of each segment of [M] values; an empty segment is 0."""
+    """[S] sum of each segment of [M] values, in float64; an empty segment is 0."""
     sums = np.zeros(len(lengths))
-    filled = lengths > 0
-    if filled.any():
-        sums[filled] = np.add.reduceat(values, segment_starts(lengths), dtype=np.float64)
+    filled = np.flatnonzero(lengths > 0)
+    ends = np.cumsum(lengths[filled])
+    starts = ends - lengths[filled]
+    # reduceat converts all that it is given at once: some segments at a time stay in the cache.
+    groups = np.searchsorted(starts, np.arange(0, len(values), CHUNK))
+    for low, high in pairwise(np.unique([*groups, len(filled)]).tolist()):
+        some = values[starts[low] : ends[high - 1]]
+        sums[filled[low:high]] = np.add.reduceat(
+            some, starts[low:high] - starts[low], dtype=np.float64
+        )
     return sums
 
 
@@ -41,91 +65,122 @@ def segment_ends(lengths: IndexArray) -> IndexArray:
     return np.cumsum(lengths)[lengths > 0] - 1
 
 
-def segment_starts(lengths: IndexArray) -> IndexArray:
-    """Position of the first entry of each segment that has one."""
-    return (np.cumsum(lengths) - lengths)[lengths > 0]
+def parts(num: int) -> Iterator[slice]:
+    """Consecutive slices of CHUNK entries, the last one shorter."""
+    return (slice(begin, min(begin + CHUNK, num)) for begin in range(0, num, CHUNK))
 
 
-def chunks(lengths: IndexArray) -> Iterator[tuple[slice, slice]]:
-    """(segments, entries) of consecutive whole segments with about CHUNK entries together."""
+def whole_segments(lengths: IndexArray) -> Iterator[tuple[slice, slice]]:
+    """(segments, entries) of consecutive whole segments with at most MANY entries, or of one."""
     ends = np.cumsum(lengths)
     begin, done = 0, 0
     while begin < len(lengths):
-        end = max(begin + 1, int(np.searchsorted(ends, done + CHUNK, side="right")))
+        end = max(begin + 1, int(np.searchsorted(ends, done + MANY, side="right")))
         until = int(ends[end - 1])
         yield slice(begin, end), slice(done, until)
         begin, done = end, until
 
 
-def discounted_sums(values: Any, lengths: IndexArray, factor: float | Float64Array) -> Any:
-    """[M] y_t = x_t + factor y_{t+1} within each segment, y = 0 behind its end; the values' dtype.
+def discounted_sums(values: Any, lengths: IndexArray, factor: float | Float64Array) -> None:
+    """In place, [M] x_t -> y_t = x_t + factor y_{t+1} within each segment, y = 0 behind its end.
 
-    `factor` is one number or [S], one for each segment. Blocks are solved at once, given what
-    comes in from the next block; what comes in is the same recurrence over the blocks' own sums,
-    with factor ** BLOCK. Only powers of the factor are multiplied and nothing is divided or
-    subtracted, so small factors lose no precision.
+    `factor` is one number or [S], one for each segment. Only powers of it are multiplied and
+    nothing is divided or subtracted, so small factors lose no precision, nor do segments beside
+    much larger ones.
     """
-    if lengths.max(initial=0) <= 1:
-        return values.copy()
-    num_blocks = -(-lengths // BLOCK)
-    blocks, filled = _blocks(values, lengths, num_blocks)
-    of_block = factor if isinstance(factor, float) else np.repeat(factor, num_blocks)
-    if num_blocks.max() > 1:
-        sums = discounted_sums(_first_of_block(blocks, of_block), num_blocks, factor**BLOCK)
-        incoming = np.zeros(len(blocks), blocks.dtype)
-        incoming[:-1] = sums[1:]
-        incoming[segment_ends(num_blocks)] = 0.0
-        incoming *= of_block
-        blocks[:, -1] += incoming
-    solved = _solve(blocks, of_block).reshape(-1)
-    return solved if filled is None else solved[filled]
+    filled = lengths > 0
+    factors = np.broadcast_to(np.asarray(factor, np.float64), lengths.shape)[filled]
+    _discount(values, np.cumsum(lengths[filled]), factors)
 
 
-def _blocks(values: Any, lengths: IndexArray, num_blocks: IndexArray) -> tuple[Any, Any]:
-    """A copy as [blocks, BLOCK], each segment filled up with zeros, and where its entries are."""
-    missing = num_blocks * BLOCK - lengths
-    if not missing.any():
-        return values.reshape(-1, BLOCK).copy(), None
-    filled = np.ones(int(num_blocks.sum()) * BLOCK, np.bool_)
-    before = np.cumsum(missing) - missing
-    offsets = np.cumsum(num_blocks) * BLOCK - missing
-    filled[np.repeat(offsets - before, missing) + np.arange(int(missing.sum()))] = False
-    padded = np.zeros(len(filled), values.dtype)
-    padded[filled] = values
-    return padded.reshape(-1, BLOCK), filled
+def _discount(values: Any, ends: IndexArray, factors: Float64Array) -> None:
+    """The same for segments that have entries, each ending before `ends` [S].
+
+    The array is cut into blocks, wherever segments end. The sum at a block's first entry follows
+    the same recurrence over blocks, with factor ** BLOCK, and a chain of them ends with the block
+    in which a segment does. Then each block is solved, given what comes in from the next. Blocks
+    without an end inside are rows of matrix products; the rest are solved entry by entry, all at
+    once.
+    """
+    if np.diff(ends, prepend=0).max(initial=0) <= 1:
+        return
+    num_whole, num_blocks = len(values) // BLOCK, -(-len(values) // BLOCK)
+    blocks = values[: num_whole * BLOCK].reshape(-1, BLOCK)
+    closing, at_edge = (ends - 1) // BLOCK, ends % BLOCK == 0
+    products = _products(ends, factors, values.dtype)
+    is_apart = np.ones(num_blocks, np.bool_)
+    for rows, _ in products:
+        is_apart[rows] = False
+    is_apart[closing[~at_edge]] = True
+    apart = _BlocksApart(values, np.flatnonzero(is_apart), ends, factors)
+
+    sums = np.zeros(num_blocks, values.dtype)
+    for rows, kernel in products:
+        np.matmul(blocks[rows], kernel[:, 0], out=sums[rows])
+    sums[is_apart] = apart.solved[0]
+    chains, first = np.unique(closing, return_index=True)
+    _discount(sums, chains + 1, factors[first] ** BLOCK)
+
+    incoming = np.zeros(num_blocks, values.dtype)
+    incoming[:-1] = sums[1:]
+    incoming[closing[at_edge]] = 0.0
+    for rows, kernel in products:
+        block = blocks[rows]
+        block[:, -1] += kernel[-1, -2] * incoming[rows]
+        np.matmul(block, kernel, out=block)  # NumPy sees that the two overlap
+    apart.write(values, incoming[is_apart])
 
 
-def _first_of_block(blocks: Any, factor: float | Float64Array) -> Any:
-    """[blocks] the sum at each block's first entry, nothing coming in."""
-    if isinstance(factor, float):
-        # A product with two columns costs as much as one with BLOCK of them.
-        return _times(blocks, _kernel(factor, blocks.dtype))[:, 0].copy()
-    sums = blocks[:, -1].copy()
-    for column in range(BLOCK - 2, -1, -1):
-        sums *= factor
-        sums += blocks[:, column]
-    return sums
+def _products(ends: IndexArray, factors: Float64Array, dtype: Any) -> list[tuple[slice, Any]]:
+    """(blocks, kernel [BLOCK, BLOCK]) of whole blocks with one factor, in parts without threads.
 
-
-def _solve(blocks: Any, factor: float | Float64Array) -> Any:
-    """[blocks, BLOCK] the sum at every entry, nothing coming in."""
-    if isinstance(factor, float):
-        return _times(blocks, _kernel(factor, blocks.dtype))
-    for column in range(BLOCK - 2, -1, -1):
-        blocks[:, column] += factor * blocks[:, column + 1]
-    return blocks
-
-
-def _times(blocks: Any, kernel: Any) -> Any:
-    """blocks @ kernel, in parts that need no threads."""
-    product, rows = np.empty_like(blocks), ONE_THREAD // BLOCK**2
-    for begin in range(0, len(blocks), rows):
-        np.matmul(blocks[begin : begin + rows], kernel, out=product[begin : begin + rows])
-    return product
-
-
-@lru_cache(maxsize=64)
-def _kernel(factor: float, dtype: Any) -> Any:
-    """[BLOCK, BLOCK] what an entry (row) adds to the sum at an earlier one (column)."""
+    A kernel says what an entry (row) adds to the sum at an earlier one (column).
+    """
+    changes = np.flatnonzero(np.diff(factors, prepend=np.nan))
+    begins = np.append(0, ends)[changes]
+    powers = np.zeros((len(changes), BLOCK + 1))
+    powers[:, :BLOCK] = factors[changes, None] ** np.arange(BLOCK)
     steps = np.subtract.outer(np.arange(BLOCK), np.arange(BLOCK))
-    return np.where(steps >= 0, factor ** np.maximum(steps, 0.0), 0.0).astype(dtype)
+    kernels = powers.astype(dtype)[:, np.where(steps < 0, BLOCK, steps)]
+    lows, highs = -(-begins // BLOCK), np.append(begins[1:], ends[-1]) // BLOCK
+    many, size = highs - lows >= FEW_BLOCKS, ONE_THREAD // BLOCK**2
+    return [
+        (slice(low, min(low + size, high)), kernel)
+        for begin, high, kernel in zip(
+            lows[many].tolist(), highs[many].tolist(), kernels[many], strict=True
+        )
+        for low in range(begin, high, size)
+    ]
+
+
+class _BlocksApart:
+    """Blocks solved entry by entry. Invariant: what comes in from the next block is not in yet."""
+
+    def __init__(
+        self, values: Any, which: IndexArray, ends: IndexArray, factors: Float64Array
+    ) -> None:
+        """`which` [B] blocks of `values`, in order; entries behind the last end are ignored."""
+        self.positions = which * BLOCK + np.arange(BLOCK)[:, None]
+        """[BLOCK, B] of each entry in `values`."""
+        last = ends - 1
+        rank = np.searchsorted(which, last // BLOCK)
+        here = np.append(which, -1)[rank] == last // BLOCK
+        is_end = np.zeros(self.positions.shape, np.int64)
+        is_end[last[here] % BLOCK, rank[here]] = 1
+        owner = np.searchsorted(ends, self.positions[0], side="right")
+        owner = owner + np.cumsum(is_end, axis=0) - is_end
+        steps = np.where(is_end, 0.0, np.append(factors, 0.0)[owner])
+        self.steps = steps.astype(values.dtype)
+        """[BLOCK, B] factor of the sum that follows an entry."""
+        self.solved = values.take(self.positions, mode="clip")
+        """[BLOCK, B] the sum at each entry."""
+        for row in range(BLOCK - 2, -1, -1):
+            self.solved[row] += self.steps[row] * self.solved[row + 1]
+
+    def write(self, values: Any, incoming: Any) -> None:
+        """Add what comes in [B], the sum at the next block's first entry, and put the sums back."""
+        for row in range(BLOCK - 1, -1, -1):
+            incoming = incoming * self.steps[row]
+            self.solved[row] += incoming
+        inside = self.positions < len(values)
+        values[self.positions[inside]] = self.solved[inside]

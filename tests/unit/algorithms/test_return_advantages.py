@@ -165,26 +165,90 @@ def recurrence(values: Float64Array, lengths: IndexArray, factors: Float64Array)
 
 
 @given(
-    st.lists(st.integers(0, 300), min_size=1, max_size=12),
+    st.lists(st.one_of(st.integers(0, 40), st.integers(0, 900)), min_size=1, max_size=12),
     st.sampled_from([0.0, 1e-20, 0.01, 0.5, 0.95, 0.999, 1.0]),
     st.booleans(),
+    st.sampled_from([(np.float64, 1e-12), (np.float32, 4e-6)]),
     st.integers(0, 9),
 )
 def test_discounted_sums_are_the_recurrence(
-    sizes: list[int], factor: float, one_for_each: bool, seed: int
+    sizes: list[int],
+    factor: float,
+    one_for_each: bool,
+    precision: tuple[type[np.floating], float],
+    seed: int,
 ) -> None:
     lengths, generator = np.array(sizes), np.random.default_rng(seed)
     values = generator.exponential(size=sum(sizes))  # of one sign, so that errors are relative
     factors = np.full(len(sizes), factor)
     if one_for_each:
         factors = factors * generator.random(len(sizes))
-    found = discounted_sums(values, lengths, factors if one_for_each else factor)
-    np.testing.assert_allclose(found, recurrence(values, lengths, factors), rtol=1e-12)
+    dtype, tolerance = precision
+    found = values.astype(dtype)
+    discounted_sums(found, lengths, factors if one_for_each else factor)
+    np.testing.assert_allclose(found, recurrence(values, lengths, factors), rtol=tolerance)
 
 
+def test_a_segment_keeps_its_precision_beside_much_larger_ones() -> None:
+    lengths = np.array([5, 11, 300, 7, 1, 40])
+    values = np.concatenate([np.full(n, 10.0 ** (15 * (i % 2))) for i, n in enumerate(lengths)])
+    found = values.copy()
+    discounted_sums(found, lengths, 0.9)
+    np.testing.assert_allclose(found, recurrence(values, lengths, np.full(6, 0.9)), rtol=1e-13)
+
+
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=8).filter(any),
+    st.sampled_from([0.0, 0.5, 0.99, 1 - 1e-6, 1.0]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 9),
+)
+def test_gae_and_reinforce_pp_are_the_plain_recurrence(
+    sizes: list[int], gamma: float, with_token_rewards: bool, white: bool, seed: int
+) -> None:
+    """Empty trajectories and those of one token among them; the critic and policy differ."""
+    generator, lengths, total = np.random.default_rng(seed), np.array(sizes), sum(sizes)
+    token_rewards = generator.normal(size=total) if with_token_rewards else None
+    inputs = make_inputs(
+        generator.normal(size=len(sizes)).tolist(), sizes, values=generator.normal(size=total)
+    )
+    inputs = replace(inputs, token_rewards=token_rewards)
+    rewards, following = np.zeros(total), np.append(inputs.values[1:], 0.0)
+    rewards += 0.0 if token_rewards is None else token_rewards
+    ends = np.cumsum(lengths)[lengths > 0] - 1
+    rewards[ends] += inputs.rewards[lengths > 0]
+    following[ends] = 0.0
+    deltas = rewards + gamma * following - inputs.values
+    expected = {
+        "reinforce_pp": recurrence(rewards, lengths, np.full(len(sizes), gamma)),
+        "gae": recurrence(deltas, lengths, np.full(len(sizes), gamma * 0.7)),
+    }
+    for name, plain in expected.items():
+        found = by_token(name, inputs, gamma=gamma, gae_lambda=0.7, whiten=white)
+        wanted = whiten(plain) if white else plain
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_returns_of_a_large_common_reward_are_whitened_by_their_differences() -> None:
+    """Without token rewards; a discount so near 1 that its powers are all but equal, too."""
+    differing = make_inputs([1e6 + 1, 1e6 - 1, 1e6 + 1], [3, 4, 1])
+    assert by_token("reinforce_pp", differing, whiten=True) == pytest.approx(
+        [1.0] * 3 + [-1.0] * 4 + [1.0], abs=1e-6
+    )
+    equal = make_inputs([1e6, 1e6], [3000, 2])
+    assert by_token("reinforce_pp", equal, whiten=True).tolist() == [0.0] * 3002
+    decaying = by_token("reinforce_pp", make_inputs([1e4], [3000]), gamma=1 - 1e-9, whiten=True)
+    np.testing.assert_allclose(decaying, whiten(np.arange(3000.0)), atol=1e-4)
+
+
+@pytest.mark.parametrize("many", [1, CHUNK, 1 << 22])
 @pytest.mark.parametrize("discount", [0.0, 0.3, 1.0])
-def test_long_and_many_trajectories_are_the_same_as_one_at_a_time(discount: float) -> None:
-    """Chunks end at trajectories, also at one longer than a chunk and at empty ones."""
+def test_long_and_many_trajectories_are_the_same_as_one_at_a_time(
+    discount: float, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that are worked on at a time need not end where trajectories do."""
+    monkeypatch.setattr("nexrl.algorithms.segments.MANY", many)
     lengths = [CHUNK + 77, 0, 1, 5000, CHUNK - 3, 0]
     generator = np.random.default_rng(0)
     total = sum(lengths)
@@ -245,6 +309,14 @@ def test_empty_segments_sum_to_zero() -> None:
     sums = segment_sums(np.array([1.0, 2.0, 4.0], np.float32), np.array([0, 2, 0, 1, 0]))
     assert sums.tolist() == [0.0, 3.0, 0.0, 4.0, 0.0]
     assert segment_sums(np.zeros(0), np.array([0, 0])).tolist() == [0.0, 0.0]
+
+
+def test_sums_of_many_and_long_segments_are_those_of_each_alone_in_float64() -> None:
+    lengths = np.array([7, 0, CHUNK, 3 * CHUNK + 5, 0, 1, 2, CHUNK - 9, 4, 0])
+    values = np.random.default_rng(0).normal(1e3, size=lengths.sum()).astype(np.float32)
+    pieces = np.split(values, np.cumsum(lengths)[:-1])
+    expected = [piece.sum(dtype=np.float64) for piece in pieces]
+    np.testing.assert_allclose(segment_sums(values, lengths), expected, rtol=1e-14)
 
 
 def test_a_value_that_is_not_finite_is_named() -> None:

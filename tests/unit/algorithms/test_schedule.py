@@ -30,3 +30,16 @@ def test_the_learning_rate_stays_at_its_minimum_beyond_the_end() -> None:
         99, peak=2.0, warmup_steps=0, total_steps=6, schedule="cosine", min_ratio=0.1
     )
     assert rate == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_warm_up_of_the_whole_stage_leaves_the_minimum_and_no_step_at_the_peak(
+    schedule: Schedule,
+) -> None:
+    rates = [
+        learning_rate(
+            step, peak=1.0, warmup_steps=2, total_steps=2, schedule=schedule, min_ratio=0.1
+        )
+        for step in (1, 2, 3)
+    ]
+    assert rates == pytest.approx([1.0, 0.1, 0.1])

@@ -30,6 +30,7 @@ from nexrl.algorithms.distill_advantage import DISTILL_ADVANTAGE
 from nexrl.algorithms.group_advantages import GROUP_ADVANTAGES
 from nexrl.algorithms.groups import group_statistics
 from nexrl.algorithms.return_advantages import RETURN_ADVANTAGES
+from nexrl.algorithms.segments import plain_sum
 from nexrl.errors import ConfigError, InvariantError
 
 ADVANTAGES: Mapping[str, AdvantageDefinition] = {
@@ -44,6 +45,7 @@ ADVANTAGES: Mapping[str, AdvantageDefinition] = {
 
 PROVIDERS: Mapping[str, str] = {
     "lengths": "the trainer counts them in the rows' loss masks",
+    "token_rewards": "trainer.algorithm.kl.placement: reward",
     "values": "a critic on the train service forwards them; preset `ppo` has one",
     "turn_rewards": "Turn.reward, from the rollout worker or the reward function",
     "turn_lengths": "the trainer counts them in the turns of the rows",
@@ -141,4 +143,4 @@ def _all_finite(values: Any) -> bool:
         return all(map(_all_finite, values.values()))
     # One sum in place of an array of booleans: a NaN or an infinity cannot be summed away.
     with np.errstate(invalid="ignore", over="ignore"):
-        return bool(np.isfinite(np.sum(values)))
+        return bool(np.isfinite(plain_sum(np.ravel(values))))

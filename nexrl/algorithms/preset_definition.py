@@ -32,7 +32,7 @@ class Preset:
     needs: tuple[str, ...] = ()
     """What it needs beyond a reward, in words: critic, reference, teacher, greedy baseline ..."""
     experimental: bool = False
-    """Labelled so where it is listed, and not in the certificate."""
+    """Labelled so where it is listed, in the certificate too."""
 
 
 FORMULA_WORDS = """\

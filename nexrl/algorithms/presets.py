@@ -6,7 +6,6 @@ of them can be overridden. `nexrl algorithms show dapo` prints a preset with its
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
 from nexrl.algorithms.experimental_presets import EXPERIMENTAL_PRESETS
@@ -14,7 +13,7 @@ from nexrl.algorithms.offline_presets import OFFLINE_PRESETS
 from nexrl.algorithms.policy_presets import POLICY_PRESETS
 from nexrl.algorithms.preset_definition import Family as Family
 from nexrl.algorithms.preset_definition import Preset as Preset
-from nexrl.errors import ConfigError
+from nexrl.errors import ConfigError, nearest
 
 PRESETS: Mapping[str, Preset] = {
     preset.name: preset for preset in (*POLICY_PRESETS, *OFFLINE_PRESETS, *EXPERIMENTAL_PRESETS)
@@ -26,9 +25,7 @@ def find_preset(name: str) -> Preset:
     """The preset of that name; ConfigError with the nearest spelling and all there are."""
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, 1)
-    meant = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(
-        f"trainer.algorithm.preset: no preset is named {name!r}{meant} (accepted: "
+        f"trainer.algorithm.preset: no preset is named {name!r}{nearest(name, PRESETS)} (accepted: "
         f"{', '.join(PRESETS)}; `nexrl algorithms` describes them)"
     )

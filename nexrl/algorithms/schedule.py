@@ -26,6 +26,7 @@ def learning_rate(
         return peak * (step + 1) / warmup_steps
     if schedule == "constant":
         return peak
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    done, decay_steps = step - warmup_steps, total_steps - warmup_steps
+    progress = done / decay_steps if step < total_steps else 1.0
     share = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (min_ratio + (1.0 - min_ratio) * share)

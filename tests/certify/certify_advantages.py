@@ -19,10 +19,13 @@ from nexrl.algorithms.advantage_definition import (
     AdvantageSettings,
 )
 from nexrl.algorithms.advantages import compute_advantages
-from tests.certify.certificate_table import Errors
-from tests.certify.reference_advantages import REFERENCES, Found
+from nexrl.algorithms.baseline_advantages import moved_baseline
+from tests.certify.certificate_table import Errors, worst
+from tests.certify.reference_advantages import REFERENCES, Found, moved
 
 Array = npt.NDArray[Any]
+MOMENTUM = 0.9
+"""Share of the moving baseline that a batch leaves, where nothing else is said."""
 
 GROUPINGS: Mapping[str, Sequence[int]] = {
     "groups of four": (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2),
@@ -36,7 +39,12 @@ SETTINGS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "pass_at_k": ({"pass_k": 1}, {"pass_k": 3, "success_reward": 0.5}),
     "gdpo": ({"whiten": False}, {"part_weights": {"format": 0.25}}),
     "reinforce_pp_baseline": ({"whiten": False},),
-    "reinforce": ({"baseline": "batch"}, {"baseline": "moving", "moving_baseline": 0.3}),
+    "reinforce": (
+        {"baseline": "batch"},
+        {"baseline": "moving"},
+        {"baseline": "moving", "moving_baseline": 0.3},
+        {"baseline": "moving", "moving_baseline": 0.0},
+    ),
     "gae": (
         {"gamma": 0.9, "gae_lambda": 0.8, "whiten": False},
         {"gamma": 0.9, "gae_lambda": 0.8, "critic_lambda": 1.0},
@@ -45,7 +53,10 @@ SETTINGS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "reinforce_pp": ({"gamma": 0.9}, {"whiten": False}),
     "step_returns": ({"gamma": 0.7},),
     "gigpo": ({"gamma": 0.7, "step_weight": 0.5}, {"std": "none"}),
-    "distill": ({"distill_coefficient": 0.5, "task_coefficient": 2.0},),
+    "distill": (
+        {"distill_coefficient": 0.5, "task_coefficient": 2.0},
+        {"task_coefficient": 1.0, "std": "population"},
+    ),
 }
 PER_TOKEN = ("token_rewards", "values", "behavior_logprobs", "teacher_logprobs")
 PER_TURN = ("turn_rewards", "turn_lengths", "turn_anchors")
@@ -53,15 +64,18 @@ PER_TURN = ("turn_rewards", "turn_lengths", "turn_anchors")
 
 def certify_advantage(definition: AdvantageDefinition) -> Errors:
     """Worst error of each check; the name must have a reference."""
-    cases = [
-        (inputs, AdvantageSettings(**settings))
-        for settings in ({}, *SETTINGS.get(definition.name, ()))
-        for inputs in advantage_cases(definition)
-    ]
+    choices = [AdvantageSettings(**s) for s in ({}, *SETTINGS.get(definition.name, ()))]
+    cases = [(inputs, choice) for choice in choices for inputs in advantage_cases(definition)]
+    further = [(inputs, choice) for choice in choices for inputs in uneven_cases()]
+    if definition.name in LARGE:
+        further.append((large_batch(), choices[-1]))
+    found = [_against_reference(definition, *case) for case in (*cases, *further)]
+    if definition.name == "reinforce":
+        found += [_moving_baseline(inputs) for inputs, _ in (*cases, *further)]
     return {
-        "float64": max(_against_reference(definition, *case) for case in cases),
-        "float32": max(_against_reference(definition, *case, np.float32) for case in cases),
-        "invariance": max(_reordered(definition, *case) for case in cases),
+        "float64": worst(found),
+        "float32": worst(_against_reference(definition, *case, np.float32) for case in cases),
+        "invariance": worst(_reordered(definition, *case) for case in (*cases, *further)),
         "extremes": float(sum(_not_finite(definition, inputs) for inputs in _extremes())),
     }
 
@@ -77,6 +91,54 @@ def advantage_cases(definition: AdvantageDefinition) -> Iterator[AdvantageInputs
             yield inputs
             if kind == "spread":
                 yield replace(inputs, token_rewards=None)
+
+
+def uneven_cases() -> Iterator[AdvantageInputs]:
+    """Rewards that differ by rounding alone, rewards near 1e9, trajectories without a trained token,
+    and those of more tokens, or turns, than are stepped over at once."""
+    groups = GROUPINGS["incomplete, interleaved groups"]
+    inputs = replace(make_inputs(groups, seed=7, rewards="constant"), token_rewards=None)
+    jitter = np.random.default_rng(0).uniform(-1.0, 1.0, len(groups))
+    for centre, spread in ((0.7, 1e-10), (0.7, 1e-5), (-1e9, 1.0)):
+        drawn = centre + spread * jitter
+        yield replace(inputs, rewards=drawn, reward_parts={**inputs.reward_parts, "answer": drawn})
+    lengths = (0, 40, 1, 17, 33, 16, 0, 48, 2, 0, 0)
+    yield _without_empty_turns(
+        make_inputs((0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4), seed=8, lengths=lengths)
+    )
+    yield _of_single_tokens(make_inputs((0, 0, 0, 1), seed=9, lengths=(37, 1, 16, 20)))
+
+
+def _without_empty_turns(inputs: AdvantageInputs) -> AdvantageInputs:
+    """Trajectories without a trained token have no turn either."""
+    assert inputs.turn_lengths is not None
+    alive = inputs.turn_lengths > 0
+    turns = {name: getattr(inputs, name)[alive] for name in PER_TURN}
+    return replace(inputs, turn_counts=alive.astype(np.int64), **turns)
+
+
+def _of_single_tokens(inputs: AdvantageInputs) -> AdvantageInputs:
+    """Every token is a turn."""
+    assert inputs.lengths is not None
+    rng, total = np.random.default_rng(9), int(inputs.lengths.sum())
+    return replace(
+        inputs,
+        turn_counts=inputs.lengths,
+        turn_lengths=np.ones(total, np.int64),
+        turn_rewards=rng.normal(0.0, 1.0, total),
+        turn_anchors=rng.integers(-1, 3, total),
+    )
+
+
+LARGE = ("gae", "reinforce_pp")
+"""Estimators that work through a batch in parts, of about 65,536 tokens."""
+
+
+def large_batch() -> AdvantageInputs:
+    """More tokens than fit in two parts, in short trajectories."""
+    rng = np.random.default_rng(10)
+    lengths = rng.integers(1, 48, 6000)
+    return make_inputs(np.arange(6000) // 4, seed=10, lengths=lengths)  # type: ignore[arg-type]
 
 
 def make_inputs(
@@ -145,14 +207,17 @@ def _numbers(found: Advantages | Found) -> list[Array]:
 
 
 def _apart(found: Sequence[Array], expected: Sequence[Array]) -> float:
-    """Largest difference over the largest number expected, at least 1e-3 of a reward."""
+    """Largest difference over the largest number expected, at least 1e-3 of a reward; where nothing
+    is expected (nan), anything will do."""
     errors = [0.0]
     for one, other in zip(found, expected, strict=True):
         if one.shape != other.shape:
             return float("inf")
+        defined = ~np.isnan(other)
+        one, other = one[defined], other[defined]
         scale = max(float(abs(other).max(initial=0.0)), 1e-3)
         errors.append(float(abs(one - other).max(initial=0.0)) / scale)
-    return max(errors)
+    return worst(errors)
 
 
 def _against_reference(
@@ -168,6 +233,20 @@ def _against_reference(
     }
     found = compute_advantages(definition, replace(inputs, **columns), settings)
     return _apart(_numbers(found), _numbers(REFERENCES[definition.name](inputs, settings)))
+
+
+def _moving_baseline(inputs: AdvantageInputs) -> float:
+    """The baseline that the batch leaves, from none and from another."""
+    errors = []
+    for present in (None, 0.0, -3.0):
+        for momentum in (MOMENTUM, 0.25):
+            found = moved_baseline(present, inputs, momentum=momentum)
+            expected = moved(present, inputs, momentum)
+            if found is None or expected is None:
+                errors.append(0.0 if found is expected else float("inf"))
+            else:
+                errors.append(abs(found - expected) / max(abs(expected), 1e-3))
+    return worst(errors)
 
 
 def _reordered(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from nexrl.algorithms.corrections import CORRECTION_PRESETS, correction_weights
 from nexrl.algorithms.kl import KL_ESTIMATORS
 from nexrl.algorithms.losses import LOSSES
 from nexrl.algorithms.preference_losses import PREFERENCE_LOSSES
+from tests.certify.certificate_table import worst
 from tests.certify.certify_losses import reference_of, torch_loss
 from tests.certify.certify_parts import relative
 from tests.certify.certify_preference import evaluate, reference
@@ -36,8 +37,9 @@ from tests.certify.reference_divergences import correction, kl, token_weight
 
 def by_hand(family: str, name: str) -> float | None:
     """Worst error over the entries of a name; None when there is none."""
-    errors = list(_BY_FAMILY[family](name))
-    return max(errors) if errors else None
+    worked = _BY_FAMILY.get(family)
+    errors = list(worked(name)) if worked else []
+    return worst(errors) if errors else None
 
 
 def _arrays(numbers: Mapping[str, Any]) -> dict[str, Array]:
@@ -191,5 +193,3 @@ _BY_FAMILY: Mapping[str, Callable[[str], Iterator[float]]] = {
     "aggregation": _aggregations,
     "correction": _corrections,
 }
-
-FAMILIES: Sequence[str] = tuple(_BY_FAMILY)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,16 +13,19 @@ import torch
 
 from nexrl.algorithms.aggregation import token_weights
 from nexrl.algorithms.corrections import (
+    ACTIONS,
     CORRECTION_PRESETS,
     CorrectionPreset,
     correction_weights,
 )
 from nexrl.algorithms.kl import KL_ESTIMATORS
-from tests.certify.certificate_table import Errors
+from tests.certify.certificate_table import Errors, worst
 from tests.certify.reference_divergences import correction, kl, token_weight
 
 Array = npt.NDArray[Any]
 STEP = 1e-6
+HELD_AT = 20.0
+"""Nats within which a difference of logprobs is held before it is exponentiated."""
 
 
 def relative(found: Any, expected: Any) -> float:
@@ -41,7 +46,7 @@ def certify_kl(name: str) -> Errors:
     pairs = list(zip(logprobs.tolist(), reference.tolist(), strict=True))
     values, slopes = zip(*(kl(name, *pair) for pair in pairs), strict=True)
     errors = {
-        label: max(_kl_apart(name, logprobs, reference, values, slopes, dtype))
+        label: worst(_kl_apart(name, logprobs, reference, values, slopes, dtype))
         for label, dtype in (("float64", torch.float64), ("float32", torch.float32))
     }
     # The straight-through estimators have the gradient of k2 by definition, not that of their value.
@@ -53,7 +58,9 @@ def certify_kl(name: str) -> Errors:
     errors["invariance"] = relative(
         KL_ESTIMATORS[name](logprobs[order], reference[order]), whole[order]
     )
-    errors["extremes"] = float(sum(_kl_not_finite(name, far) for far in (80.0, -80.0, 0.0)))
+    bad = sum(_kl_not_finite(name, far) for far in (80.0, -80.0, 0.0))
+    bad += sum(not _kl_is_held(name, far) for far in (80.0, -80.0))
+    errors["extremes"] = float(bad)
     return errors
 
 
@@ -86,6 +93,13 @@ def _kl_not_finite(name: str, difference: float) -> int:
     return bad
 
 
+def _kl_is_held(name: str, difference: float) -> bool:
+    """Beyond 20 nats: the value at 20, without gradient, as docs/algorithms.md says."""
+    value, slope = _kl_graded(name, np.array([difference]), np.zeros(1), torch.float64)
+    held = kl(name, math.copysign(HELD_AT, difference), 0.0)[0]
+    return bool(relative(value, held) < 1e-9 and slope[0] == 0.0)
+
+
 # --- denominators ---------------------------------------------------------------------------------
 
 LONGEST = 8
@@ -112,7 +126,7 @@ def certify_aggregation(method: str) -> Errors:
         found.append(relative(weights, expected))
         moved.append(relative(_weights(method, counts[::-1], owners[::-1])[::-1], weights))
         bad += int((~np.isfinite(weights)).sum())
-    return {"float64": max(found), "invariance": max(moved), "extremes": float(bad)}
+    return {"float64": worst(found), "invariance": worst(moved), "extremes": float(bad)}
 
 
 def _weights(method: str, counts: tuple[int, ...], owners: tuple[int, ...]) -> Array:
@@ -128,29 +142,55 @@ def _weights(method: str, counts: tuple[int, ...], owners: tuple[int, ...]) -> A
 
 
 def certify_correction(name: str) -> Errors:
-    """Weights and flags under a preset, and under its level and action with tight bounds."""
-    return correction_errors(CORRECTION_PRESETS[name])
+    """Weights and flags under a preset, and under its level with every action."""
+    preset = CORRECTION_PRESETS[name]
+    found = [correction_errors(replace(preset, action=action)) for action in ACTIONS]
+    return {check: worst(errors[check] for errors in found) for check in found[0]}
 
 
 def correction_errors(preset: CorrectionPreset) -> Errors:
     """Worst error of each check, named or not."""
-    found, moved, bad = [0.0], [0.0], 0
+    found, moved, bad = [_at_a_bound(preset), _unknown(preset)], [0.0], 0
     rng = np.random.default_rng(1)
     rows = np.repeat([0, 1, 2, 3], [1, 5, 2, 12])
-    for bounds in ((preset.low, preset.high), (0.9, 1.2), (None, 1.05)):
+    for bounds in ((preset.low, preset.high), (0.9, 1.2), (None, 1.05), (0.9, None)):
         for spread in (0.0, 1e-3, 0.3, 2.0):
             behavior = -rng.gamma(2.0, 0.7, len(rows))
             proximal = behavior + rng.normal(0.0, spread, len(rows))
             found.append(_correction_apart(preset, bounds, proximal, behavior, rows))
             whole = _correction(preset, bounds, proximal, behavior, rows)
             back = _correction(preset, bounds, proximal[::-1], behavior[::-1], rows[::-1])
-            moved.append(max(relative(a[::-1], b) for a, b in zip(back, whole, strict=True)))
+            moved.append(worst(relative(a[::-1], b) for a, b in zip(back, whole, strict=True)))
         for length in (0, 1, 4096):
             for far in (80.0, -80.0):
                 row = np.zeros(length, np.int64)
                 weights, _ = _correction(preset, bounds, np.full(length, far), 0.0 * row, row)
                 bad += int((~np.isfinite(weights)).sum())
-    return {"float64": max(found), "invariance": max(moved), "extremes": float(bad)}
+                bad += int((weights.astype(np.float32) ** 2 > 1e30).sum())
+    return {"float64": worst(found), "invariance": worst(moved), "extremes": float(bad)}
+
+
+def _at_a_bound(preset: CorrectionPreset) -> float:
+    """A ratio of exactly the bound is within it: ratios 1/2 and 2, bounds 1/2 and 2."""
+    rows, bounds = np.arange(2), (0.5, 2.0)
+    logs = np.array([-math.log(2.0), math.log(2.0)])
+    weights, masked = _correction(preset, bounds, logs, np.zeros(2), rows)
+    expected = [1.0, 1.0] if preset.action == "none" else [0.5, 2.0]
+    return worst([relative(weights, expected), float(masked.sum())])
+
+
+def _unknown(preset: CorrectionPreset) -> float:
+    """A token whose engine logprob is unknown has ratio 1, also within its row."""
+    rng = np.random.default_rng(3)
+    rows = np.repeat([0, 1], [3, 4])
+    proximal = -rng.gamma(2.0, 0.7, len(rows))
+    behavior = proximal + rng.normal(0.0, 0.05, len(rows))
+    unknown = np.arange(len(rows)) % 3 == 1
+    given = np.where(unknown, np.nan, behavior)
+    behavior = np.where(unknown, proximal, behavior)
+    found = _correction(preset, (0.9, 1.2), proximal, given, rows)
+    expected = _correction(preset, (0.9, 1.2), proximal, behavior, rows)
+    return worst(relative(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def _correction(
@@ -183,4 +223,4 @@ def _correction_apart(
         np.inf if high is None else high,
     )
     found = _correction(preset, bounds, proximal, behavior, rows)
-    return max(relative(a, b) for a, b in zip(found, expected, strict=True))
+    return worst(relative(a, b) for a, b in zip(found, expected, strict=True))

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from nexrl.algorithms.loss_definition import LossDefinition
+from nexrl.config.schema import TrainServiceConfig
 from nexrl.services.train.backends.hf_model import LoadedModel, load_model
-from nexrl.services.train.backends.torch_policy import ComputeSettings, TorchPolicy
+from nexrl.services.train.backends.torch_policy import TorchPolicy
 from nexrl.testing.tiny_models import make_micro_model
 from nexrl.types import CANDIDATE_IDS, FloatArray, LossSpec, RowChunk
+from tests.certify.certificate_table import worst
 from tests.certify.loss_cases import NUM_CANDIDATES, Array, LossCase, prepared, random_case
 from tests.certify.loss_variants import VARIANTS
 from tests.certify.reference_losses import graded
@@ -48,8 +50,13 @@ class Hosted:
 
 
 def hosted_models(folder: Path) -> Hosted:
+    """Models of a folder that is made here."""
+    return loaded_models(make_micro_model(folder))
+
+
+def loaded_models(folder: Path) -> Hosted:
     """A model away from the uniform distribution of fresh weights, and one with a value head."""
-    loaded = load_model(str(make_micro_model(folder)), setting="certify", device=CPU)
+    loaded = load_model(str(folder), setting="certify", device=CPU)
     with torch.no_grad():
         for parameter in loaded.module.parameters():
             if parameter.ndim == 2:
@@ -68,31 +75,32 @@ def certify_in_service(definition: LossDefinition, hosted: Hosted) -> float:
     if "kl_coefficient" in definition.config:
         extra = {"kl_coefficient": 0.3, "kl_estimator": "k3", "entropy_coefficient": 0.1}
         choices.append(extra)
-    return max(_worst(definition, model, choice) for choice in choices)
+    return worst(_worst(definition, model, choice) for choice in choices)
 
 
 def _worst(definition: LossDefinition, model: LoadedModel, choice: Mapping[str, Any]) -> float:
-    chunk, case = _step(definition, model, choice)
+    chunk, case = step_of(definition, model, choice)
     loss = LossSpec(name=definition.name, config=case.settings)
-    whole = _gradient(model, [chunk], loss)
+    whole = gradient_of(model, [chunk], loss)
     expected = _reference_gradient(definition, model, chunk, case)
-    errors = [_apart(whole, expected)]
-    rows = _rows(chunk)
+    errors = [apart(whole, expected)]
+    rows = chunk_rows(chunk)
     for cut, order, settings in LAYOUTS:
         ordered = rows if order == "forwards" else rows[::-1]
-        chunks = ordered if cut == "rows" else [_joined(ordered)]
-        errors.append(_apart(_gradient(model, chunks, loss, **settings), whole))
-    return max(errors)
+        chunks = ordered if cut == "rows" else [joined(ordered)]
+        errors.append(apart(gradient_of(model, chunks, loss, **settings), whole))
+    return worst(errors)
 
 
-def _apart(found: FloatArray, expected: FloatArray) -> float:
+def apart(found: FloatArray, expected: FloatArray) -> float:
+    """Largest difference over the largest entry expected."""
     return float(abs(found - expected).max() / max(abs(expected).max(), 1e-6))
 
 
 # --- one optimizer step ---------------------------------------------------------------------------
 
 
-def _step(
+def step_of(
     definition: LossDefinition, model: LoadedModel, choice: Mapping[str, Any]
 ) -> tuple[RowChunk, LossCase]:
     """The chunk [N] and its trained tokens [n] as a case; logprobs are those of the model."""
@@ -111,7 +119,7 @@ def _step(
         inputs={CANDIDATE_IDS: candidates.astype(np.int32)},
     )
     wanted = definition.outputs(choice)
-    seen = _policy(model).forward(plain, wanted).outputs
+    seen = hosted_policy(model).forward(plain, wanted).outputs
     live = tuple(n for n in counts if n)
     case = random_case(definition, choice, live, seed=11)
     outputs = {key: np.asarray(seen[key], np.float64)[trained] for key in wanted}
@@ -149,7 +157,8 @@ def _spread(array: Array, trained: Array) -> Array:
     return full
 
 
-def _rows(chunk: RowChunk) -> list[RowChunk]:
+def chunk_rows(chunk: RowChunk) -> list[RowChunk]:
+    """Its rows, each a chunk."""
     cuts = chunk.offsets[1:-1]
     parts = {key: np.split(array, cuts) for key, array in chunk.inputs.items()}
     return [
@@ -158,7 +167,8 @@ def _rows(chunk: RowChunk) -> list[RowChunk]:
     ]
 
 
-def _joined(rows: Sequence[RowChunk]) -> RowChunk:
+def joined(rows: Sequence[RowChunk]) -> RowChunk:
+    """One chunk of several."""
     keys = rows[0].inputs
     inputs = {key: [row.inputs[key] for row in rows] for key in keys}
     return RowChunk.from_rows([row.token_ids for row in rows], inputs)
@@ -167,32 +177,30 @@ def _joined(rows: Sequence[RowChunk]) -> RowChunk:
 # --- the service ----------------------------------------------------------------------------------
 
 
-def _policy(
+def hosted_policy(
     model: LoadedModel, *, micro_batch_tokens: int = 512, packing: bool = False
 ) -> TorchPolicy:
-    settings = ComputeSettings(
-        device=CPU,
-        autocast=False,
-        gradient_checkpointing=False,
-        micro_batch_tokens=micro_batch_tokens,
-        packing=packing,
-    )
-    return TorchPolicy("actor", model.copied(), settings, trainable=True, stop=threading.Event())
+    """A copy of the model as the train service hosts it."""
+    config = TrainServiceConfig(micro_batch_tokens=micro_batch_tokens, packing=packing)
+    return TorchPolicy("actor", model.copied(), config, trainable=True, stop=threading.Event())
 
 
-def _flat(policy: TorchPolicy) -> FloatArray:
-    grads = [parameter.grad for parameter in policy.model.named_parameters().values()]
-    flat: FloatArray = torch.cat([g.reshape(-1) for g in grads if g is not None]).numpy().copy()
+def flat_gradient(policy: TorchPolicy) -> FloatArray:
+    """By every parameter, 0 where nothing was trained."""
+    parameters = policy.model.named_parameters().values()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat: FloatArray = torch.cat([g.reshape(-1) for g in grads]).numpy().copy()
     return flat
 
 
-def _gradient(
+def gradient_of(
     model: LoadedModel, chunks: Sequence[RowChunk], loss: LossSpec, **settings: Any
 ) -> FloatArray:
-    policy = _policy(model, **settings)
+    """By every parameter, summed over one call for each chunk."""
+    policy = hosted_policy(model, **settings)
     for chunk in chunks:
         policy.forward_backward(chunk, loss, ())
-    return _flat(policy)
+    return flat_gradient(policy)
 
 
 def _reference_gradient(
@@ -204,8 +212,8 @@ def _reference_gradient(
         key: _spread(array.astype(np.float32), trained) for key, array in expected.gradients.items()
     }
     inputs = {k: v for k, v in chunk.inputs.items() if k == CANDIDATE_IDS}
-    policy = _policy(model)
+    policy = hosted_policy(model)
     policy.backward(
         RowChunk(lengths=chunk.lengths, token_ids=chunk.token_ids, inputs=inputs), gradients
     )
-    return _flat(policy)
+    return flat_gradient(policy)

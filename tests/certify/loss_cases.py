@@ -83,10 +83,62 @@ def _cases(definition: LossDefinition, settings: dict[str, Any], seed: int) -> I
             shifted = base.outputs["logprobs"] - sign * 2.0
             yield _with_inputs(base, label, proximal_logprobs=shifted, advantage=sign * ones)
         yield _with_inputs(base, "on policy", proximal_logprobs=base.outputs["logprobs"])
+    if "teacher_candidate_logprobs" in base.inputs:
+        yield _without_remainder(base)
     if "correction" in definition.optional:
         kept = np.where(np.arange(len(ones)) % 3 == 0, 0.0, 1.5)
         yield _with_inputs(base, "correction", correction=kept)
         yield _with_inputs(base, "all masked by a correction", correction=0.0 * ones)
+
+
+def _without_remainder(case: LossCase) -> LossCase:
+    """Candidates that leave 1e-9 to all other tokens, below what float32 logprobs can say."""
+
+    def filled(logprobs: Array) -> Array:
+        chances = np.exp(logprobs)
+        return np.asarray(_short(np.log(chances / chances.sum(-1, keepdims=True) * (1 - 1e-9))))
+
+    key = "candidate_logprobs"
+    teacher = {f"teacher_{key}": filled(case.inputs[f"teacher_{key}"])}
+    outputs = {**case.outputs, key: filled(case.outputs[key])}
+    return replace(case, label="no remainder", outputs=outputs, inputs={**case.inputs, **teacher})
+
+
+def random_step(definition: LossDefinition, seed: int) -> LossCase:
+    """One that `prepare` looks at: settings within their range, rows and correction at random."""
+    rng = np.random.default_rng(1000 + seed)
+    drawn: dict[str, Any] = {
+        "dual_clip": float(rng.uniform(1.01, 1.5)) if seed % 2 else None,
+        # Steps that reach their end but for rounding.
+        "clip_high_end": 0.5 if seed % 4 == 3 else 2.0,
+        "clip_high_step": 0.1 if seed % 4 == 3 else 0.05,
+        "fraction": float(rng.uniform(0.0, 1.0)),
+        "covariance_low": -0.4,
+        "covariance_high": float(rng.uniform(0.0, 1.0)),
+    }
+    settings = {key: value for key, value in drawn.items() if key in definition.config}
+    case = random_case(definition, settings, rng.integers(1, 9, 4).tolist(), seed=2 * seed)
+    correction = rng.choice([0.0, 0.4, 1.0, 3.0], sum(case.lengths))
+    case = replace(case, inputs={**case.inputs, "correction": correction})
+    if "positive_share" in definition.config:
+        share = _share_on_the_way(case, float(rng.uniform(0.0, 1.0)))
+        settings["positive_share"] = min(max(share, 0.01), 0.99)
+    return replace(case, settings={**case.settings, **settings}, configured=settings)
+
+
+def _share_on_the_way(case: LossCase, place: float) -> float:
+    """Just below the share that positive tokens have at a place between 0, the first bounds of bapo,
+    and 1, its last ones: a search for it ends there."""
+    settings, inputs = case.settings, case.inputs
+    first, last = 1.0 + settings["clip_high"], 1.0 + settings["clip_high_end"]
+    high = first + min(2.0 * place, 1.0) * (last - first)
+    low = 1.0 - settings["clip_low"] + max(2.0 * place - 1.0, 0.0) * 0.3
+    ratio = np.exp(case.outputs["logprobs"] - inputs["proximal_logprobs"])
+    gain = inputs["advantage"] * inputs["weight"] * inputs["correction"]
+    above = (gain.clip(0.0) * np.minimum(ratio, high)).sum()
+    capped = np.minimum(ratio, settings["dual_clip"] or np.inf)
+    below = ((-gain).clip(0.0) * np.maximum(capped, low)).sum()
+    return float(above / max(above + below, 1e-9)) * (1.0 - 1e-9)
 
 
 def _with_inputs(case: LossCase, label: str, **inputs: Array) -> LossCase:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nexrl.algorithms.advantage_definition import AdvantageInputs, AdvantageSettings
+from tests.certify.reference_rules import without_signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,6 @@ def _runs(counts: Sequence[int]) -> Iterator[range]:
 
 def _ints(array: Any) -> list[int]:
     return [int(number) for number in array]
-
-
-def _without_signal(rewards: list[float]) -> bool:
-    """semantics.md, "Denominators": one member, or max - min <= 1e-8 max(1, |r|)."""
-    largest = max(1.0, *(abs(reward) for reward in rewards))
-    return len(rewards) < 2 or max(rewards) - min(rewards) <= 1e-8 * largest
 
 
 def _mean(numbers: Sequence[float]) -> float:
@@ -107,7 +102,7 @@ def _by_group(
     found = [0.0] * len(rewards)
     for members in _groups(inputs):
         group = [rewards[i] for i in members]
-        if not _without_signal(group):
+        if not without_signal(group):
             for i, advantage in zip(members, judge(group, members), strict=True):
                 found[i] = advantage
     return found
@@ -150,6 +145,8 @@ def opo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Found:
 
     def judge(group: list[float], members: list[int]) -> list[float]:
         total = sum(lengths[i] for i in members)
+        if not total:
+            return _grpo_of(group, "none")
         products = [lengths[i] * r for i, r in zip(members, group, strict=True)]
         baseline = math.fsum(products) / total
         return [r - baseline for r in group]
@@ -183,7 +180,7 @@ def _without_idle_groups(inputs: AdvantageInputs, found: list[float]) -> list[fl
     """The zero rule, by total rewards."""
     rewards = _rewards(inputs)
     for members in _groups(inputs):
-        if _without_signal([rewards[i] for i in members]):
+        if without_signal([rewards[i] for i in members]):
             for i in members:
                 found[i] = 0.0
     return found
@@ -201,25 +198,28 @@ def gdpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Found:
         weight = settings.part_weights.get(part, 1.0)
         for members in groups:
             group = [float(numbers[i]) for i in members]
-            if not _without_signal(group):
+            if not without_signal(group):
                 for i, advantage in zip(members, _grpo_of(group, "sample"), strict=True):
                     found[i] += weight * advantage
     found = _whitened(found, settings)
     for members in groups:
-        if all(_without_signal([numbers[i] for i in members]) for numbers in judged):
+        if all(without_signal([numbers[i] for i in members]) for numbers in judged):
             for i in members:
                 found[i] = 0.0
     return Found(trajectories=found)
 
 
 def reinforce_pp_baseline(inputs: AdvantageInputs, settings: AdvantageSettings) -> Found:
-    """REINFORCE++ 2025, eqs. 6 and 7: r - mean of the group, whitened over the batch's tokens."""
+    """REINFORCE++ 2025, eqs. 6 and 7: r - mean of the group, whitened over the batch's tokens.
+
+    A trajectory without a token has no advantage (nan).
+    """
     assert inputs.lengths is not None
     centred = _centred(_rewards(inputs), _groups(inputs))
     runs = list(_runs(_ints(inputs.lengths)))
     tokens = [value for value, run in zip(centred, runs, strict=True) for _ in run]
     whitened = _whitened(tokens, settings)
-    first = [whitened[run[0]] if run else 0.0 for run in runs]
+    first = [whitened[run[0]] if run else math.nan for run in runs]
     return Found(trajectories=_without_idle_groups(inputs, first))
 
 
@@ -241,6 +241,17 @@ def reinforce(inputs: AdvantageInputs, settings: AdvantageSettings) -> Found:
     return Found(trajectories=[reward - baseline for reward in rewards])
 
 
+def moved(present: float | None, inputs: AdvantageInputs, momentum: float) -> float | None:
+    """The moving mean after a batch: momentum of what it was, the rest from the batch's mean total
+    reward, which is all of it at first."""
+    rewards = _rewards(inputs)
+    if not rewards:
+        return present
+    return (
+        _mean(rewards) if present is None else momentum * present + (1 - momentum) * _mean(rewards)
+    )
+
+
 # --- estimators over time -------------------------------------------------------------------------
 
 
@@ -257,7 +268,7 @@ def _generalised(
     rewards: list[float], values: list[float], gamma: float, lam: float
 ) -> list[float]:
     """GAE, Schulman et al. 2016, eq. 16, as the sum it is: sum_l (gamma lambda)^l delta_{t+l}."""
-    following = [*values[1:], 0.0]
+    following = [*values[1:], 0.0][: len(values)]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
     count = len(deltas)
     return [
@@ -329,11 +340,15 @@ def gigpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Found:
     """GiGPO 2025, eqs. 3, 6, 7, 8: grpo over trajectories plus grpo over turns from one state."""
     assert inputs.turn_anchors is not None
     tokens, earned = _turns(inputs)
-    totals = [math.fsum(own) for own in earned]
+    # A trajectory of which no turn is trained is compared like any other.
+    totals = [
+        math.fsum(own) if own else float(reward)
+        for own, reward in zip(earned, inputs.rewards, strict=True)
+    ]
     by_trajectory = [0.0] * len(totals)
     for members in _groups(inputs):
         group = [totals[i] for i in members]
-        if not _without_signal(group):
+        if not without_signal(group):
             for i, advantage in zip(members, _grpo_of(group, settings.std), strict=True):
                 by_trajectory[i] = advantage
     owners = [i for i, own in enumerate(earned) for _ in own]
@@ -347,7 +362,7 @@ def gigpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Found:
                 if inputs.groups[owner] == group_key and inputs.turn_anchors[u] == anchor
             ]
             group = [returns[u] for u in same]
-            if group and not _without_signal(group):
+            if group and not without_signal(group):
                 for u, advantage in zip(same, _grpo_of(group, settings.std), strict=True):
                     found[u] += settings.step_weight * advantage
     return Found(tokens=_on_tokens(found, tokens))
@@ -359,7 +374,7 @@ def distill(inputs: AdvantageInputs, settings: AdvantageSettings) -> Found:
     task = [0.0] * len(rewards)
     for members in _groups(inputs):
         group = [rewards[i] for i in members]
-        if not _without_signal(group):
+        if not without_signal(group):
             for i, advantage in zip(members, _grpo_of(group, settings.std), strict=True):
                 task[i] = advantage
     found = []

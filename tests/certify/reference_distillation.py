@@ -26,8 +26,10 @@ def _kl(p: list[float], q: list[float]) -> float:
 
 
 def _slopes(student: list[float], by_bucket: list[float]) -> list[float]:
-    """[K] by candidate logprob, from derivatives by bucket probability."""
-    return [s * (d - by_bucket[-1]) for s, d in zip(student[:-1], by_bucket, strict=False)]
+    """[K] by candidate logprob, from derivatives by bucket probability. A rest that is held at its
+    smallest does not move."""
+    by_rest = 0.0 if student[-1] == SMALLEST_REST else by_bucket[-1]
+    return [s * (d - by_rest) for s, d in zip(student[:-1], by_bucket, strict=False)]
 
 
 def _both(position: Position) -> tuple[list[float], list[float]]:

@@ -151,3 +151,14 @@ def prepared_reference(
     if name == "kl_cov":
         return {"selected": policy.most_covariant(tokens, settings)}
     return {}
+
+
+def drawn_apart(
+    name: str, outputs: Arrays, inputs: Arrays, settings: Settings, found: Mapping[str, Any]
+) -> float:
+    """How far what `prepare` drew at random is from what may be drawn; 0 where nothing is."""
+    if name != "clip_cov":
+        return 0.0
+    candidates, count = policy.drawable(_tokens(outputs, inputs, outputs), settings)
+    chosen = [t for t, selected in enumerate(found["selected"]) if selected]
+    return float(len(set(chosen) - set(candidates)) + abs(len(chosen) - count))

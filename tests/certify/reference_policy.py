@@ -133,14 +133,33 @@ def kl_cov(token: Token, s: Settings) -> Graded:
     return term, slope
 
 
+def drawable(tokens: Sequence[Token], s: Settings) -> tuple[list[int], int]:
+    """Clip-Cov: tokens whose covariance lies between the bounds and which ppo lets through, and how
+    many of them are drawn: a share of all tokens, as far as there are any.
+    """
+    products = _covariances(tokens)
+    found = []
+    for t, token in enumerate(tokens):
+        term, slope = ppo(token, s)
+        cut_off = slope == 0.0 and term != 0.0
+        if s["covariance_low"] < products[t] < s["covariance_high"] and not cut_off:
+            found.append(t)
+    return found, min(len(found), int(s["fraction"] * len(tokens)))
+
+
+def _covariances(tokens: Sequence[Token]) -> list[float]:
+    """(logp - mean logp) (A - mean A) of each token, means over the step."""
+    n = max(len(tokens), 1)
+    mean_logprob = math.fsum(t["logprobs"] for t in tokens) / n
+    mean_advantage = math.fsum(t["advantage"] for t in tokens) / n
+    return [(t["logprobs"] - mean_logprob) * (t["advantage"] - mean_advantage) for t in tokens]
+
+
 def most_covariant(tokens: Sequence[Token], s: Settings) -> list[bool]:
     """The same: the share of tokens with the largest
     (logp - mean logp) (A - mean A); at least one.
     """
-    n = len(tokens)
-    mean_logprob = math.fsum(t["logprobs"] for t in tokens) / n
-    mean_advantage = math.fsum(t["advantage"] for t in tokens) / n
-    products = [(t["logprobs"] - mean_logprob) * (t["advantage"] - mean_advantage) for t in tokens]
+    n, products = len(tokens), _covariances(tokens)
     chosen = sorted(range(n), key=lambda t: -products[t])[: max(1, int(s["fraction"] * n))]
     return [t in chosen for t in range(n)]
 

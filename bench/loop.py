@@ -114,8 +114,8 @@ async def run_once(
             tracker=tracker,
             recorder=None,
             checkpoints=folder / "checkpoints",
-            version=PolicyVersion(),
         ),
+        controller.version,
     )
     await controller.run_stage(stage, StageResult(name="main"))
     ended = time.perf_counter()

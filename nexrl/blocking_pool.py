@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
 import queue
 import sys
 import threading
@@ -18,15 +17,10 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
 
-from nexrl.errors import UserCodeError
+from nexrl.errors import UserCodeError, user_place
 
 T = TypeVar("T")
 
-_NOT_THE_USERS = (
-    os.path.dirname(__file__) + os.sep,
-    os.path.dirname(os.__file__) + os.sep,
-    "<frozen",
-)
 _CLOSE_GRACE_S = 0.5
 """Seconds that closing waits for calls in progress; what still runs is abandoned."""
 
@@ -207,11 +201,6 @@ class BlockingPool:
 
 
 def _place(thread: int | None) -> str:
-    """`file:line` where a thread is now: the last frame outside NexRL and the standard library."""
+    """`file:line` where a thread is now: the last frame outside NexRL and libraries."""
     frame = sys._current_frames().get(thread or 0)
-    if frame is None:
-        return "unknown"
-    frames = traceback.extract_stack(frame)
-    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
-    last = (own or list(frames))[-1]
-    return f"{last.filename}:{last.lineno}"
+    return "unknown" if frame is None else user_place(traceback.extract_stack(frame))

@@ -14,8 +14,8 @@ import asyncio
 import gc
 import itertools
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from nexrl.activity.activity_tracker import ActivityTracker
@@ -28,9 +28,10 @@ from nexrl.report.dump import DumpRecorder
 from nexrl.report.live_view import LiveView
 from nexrl.rollout.runner import RolloutRunner
 from nexrl.rollout.validator import Validator
+from nexrl.services.reward.protocol import RewardService
 from nexrl.services.train.protocol import TrainService
 from nexrl.trainer.trainer import Trainer
-from nexrl.types import Batch, Draw, PolicyVersion, TokenRow
+from nexrl.types import Batch, PolicyVersion, TokenRow
 from nexrl.weight_sync.controller import WeightSyncController
 
 
@@ -46,6 +47,8 @@ class Stage:
     """The whole configuration with the stage's overrides applied."""
     loader: DataLoader
     """Draws data items."""
+    reward: RewardService | None
+    """Judges what the runner and the validator draw; None when there is no reward function."""
     runner: RolloutRunner
     """Turns draws into rollout records."""
     pool: TrajectoryPool
@@ -109,11 +112,6 @@ class Controller:
         """The version that engines serve."""
         return self._version
 
-    @property
-    def global_step(self) -> int:
-        """Batches trained in the run."""
-        return self._global_step
-
     async def start(self) -> None:
         """Publish the present weights and make every engine serve them."""
         _collect_rarely()
@@ -153,44 +151,47 @@ class Controller:
         await opened.wait()
         while (draw := stage.loader.next_draw()) is not None:
             await stage.pool.admit(draw)
-            task = tasks.create_task(self._run_group(stage, draw), name=f"group {draw.key}")
+            run = stage.runner.run_group(draw, stage.pool.end_rollout)
+            task = tasks.create_task(run, name=f"group {draw.key}")
             groups.add(task)
             task.add_done_callback(groups.discard)
         stage.pool.close_source()
-
-    async def _run_group(self, stage: Stage, draw: Draw) -> None:
-        await stage.runner.run_group(draw, stage.pool.end_rollout)
 
     async def _train_batches(self, stage: Stage, result: StageResult, admit: asyncio.Event) -> None:
         """Consumes batches; produces versions; waits for the pool; woken by a full batch."""
         config = stage.config
         with self._tracker.activity("setup", f"trainer of {stage.name}"):
             await stage.trainer.setup()
-        if config.validate_.at_start and result.steps == 0 and await self._reached(stage, result):
-            return
-        admit.set()
-        validated_at = result.steps if result.validations else -1
-        while result.steps < config.trainer.num_steps:
-            batch = await self._take(stage)
+        validate, num_steps = config.validate_, config.trainer.num_steps
+        # A resume goes on after the validation and the checkpoint of its last batch.
+        validated = result.steps > 0 and _is_due(validate.every_versions, result.steps)
+        reached = False
+        if validate.at_start and result.steps == 0:
+            validated, reached = True, await self._reached(stage, result)
+        if not reached:
+            admit.set()
+        while not reached and result.steps < num_steps:
+            with self._tracker.activity("wait", "trainer waits for rollouts"):
+                batch = await stage.pool.take(version=self._version.number)
             if batch is None:
                 result.stopped_early = "the data source ended"
                 break
             await self._train_one(stage, result, batch)
-            every = config.validate_.every_versions
-            if every and result.steps % every == 0:
-                validated_at = result.steps
-                if await self._reached(stage, result):
-                    break
-            if result.steps < config.trainer.num_steps:
-                await self._checkpoint_if_due(stage, result)
+            validated = _is_due(validate.every_versions, result.steps)
+            reached = validated and await self._reached(stage, result)
+            if not reached and result.steps < num_steps:
+                if _is_due(config.trainer.checkpoint.every_steps, result.steps):
+                    await self._checkpoint(stage, result, done=False)
                 stage.pool.activate(self._version.number)
-        if config.validate_.at_end and validated_at != result.steps:
+        if reached and result.steps < num_steps:
+            accuracy = result.validations[-1]["validation/accuracy"]
+            result.stopped_early = (
+                f"validation/accuracy {accuracy:.3f} reached trainer.stop_at_accuracy"
+            )
+        if validate.at_end and not validated:
             await self._reached(stage, result)
         await self._checkpoint(stage, result, done=True)
-
-    async def _take(self, stage: Stage) -> Batch | None:
-        with self._tracker.activity("wait", "trainer waits for rollouts"):
-            return await stage.pool.take(version=self._version.number)
+        await stage.trainer.teardown()
 
     async def _train_one(self, stage: Stage, result: StageResult, batch: Batch) -> None:
         """One batch from hand-out to verified weights."""
@@ -243,20 +244,9 @@ class Controller:
         result.validations.append(dict(validation.metrics))
         self._log(VALIDATION_AXIS, stage, result, validation.metrics)
         goal = stage.config.trainer.stop_at_accuracy
-        accuracy = validation.metrics.get("validation/accuracy", 0.0)
-        if goal is None or accuracy < goal:
-            return False
-        result.stopped_early = (
-            f"validation/accuracy {accuracy:.3f} reached trainer.stop_at_accuracy"
-        )
-        return True
+        return goal is not None and validation.metrics.get("validation/accuracy", 0.0) >= goal
 
-    async def _checkpoint_if_due(self, stage: Stage, result: StageResult) -> None:
-        every = stage.config.trainer.checkpoint.every_steps
-        if every and result.steps % every == 0:
-            await self._checkpoint(stage, result, done=False)
-
-    async def _checkpoint(self, stage: Stage, result: StageResult, *, done: bool) -> Path:
+    async def _checkpoint(self, stage: Stage, result: StageResult, *, done: bool) -> None:
         manifest = CheckpointManifest(
             schema=CHECKPOINT_SCHEMA,
             stage=stage.name,
@@ -278,7 +268,7 @@ class Controller:
             "stopped_early": result.stopped_early,
         }
         with self._tracker.activity("checkpoint", f"step {self._global_step}"):
-            return await stage.checkpoints.save(
+            await stage.checkpoints.save(
                 manifest,
                 state,
                 self._train_service,
@@ -287,10 +277,18 @@ class Controller:
 
     @staticmethod
     async def _close(stage: Stage) -> None:
-        """Shutdown order: no new rollouts, then the pool with its store, then the trainer."""
-        for part in (stage.runner, stage.validator, stage.pool, stage.trainer):
-            if part is not None:
-                await part.aclose()
+        """Shutdown order: no new rollouts, then what judges them, the pool with its store, and the
+        trainer; each whatever becomes of the others."""
+        parts = (stage.runner, stage.validator, stage.reward, stage.pool, stage.trainer)
+        async with AsyncExitStack() as stack:
+            for part in reversed(parts):
+                if part is not None:
+                    stack.push_async_callback(part.aclose)
+
+
+def _is_due(every: int, steps: int) -> bool:
+    """Whether what happens every so many batches happens after this many; `every` 0 is never."""
+    return every > 0 and steps % every == 0
 
 
 def _collect_rarely() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 _NOT_THE_USERS = (
@@ -123,6 +124,18 @@ class StoreError(NexRLError):
     failure_class = FailureClass.INFRASTRUCTURE
 
 
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence on a misspelt name: `; did you mean ppo?`, or nothing.
+
+    Capitals and `-` for `_` are no difference.
+    """
+    import difflib
+
+    known = {other.lower(): other for other in names}
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, 1)
+    return f"; did you mean {known[near[0]]}?" if near else ""
+
+
 def innermost_cause(error: BaseException) -> BaseException:
     """The exception that started it: unwraps exception groups and `raise ... from` chains.
 
@@ -155,9 +168,13 @@ def classify(error: BaseException) -> FailureClass:
 def user_frame(error: BaseException) -> str:
     """`file:line` of the last frame outside NexRL itself, which is where a user looks first."""
     error = innermost_cause(error)
-    frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
+    return user_place(traceback.extract_tb(error.__traceback__))
+
+
+def user_place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """`file:line` of the last of some frames outside NexRL and libraries, or of the last at all."""
     outside = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
-    found = outside or list(frames)
+    found = outside or frames
     return f"{found[-1].filename}:{found[-1].lineno}" if found else "unknown"

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nexrl.activity.error_policy import ErrorPolicy, FailureKind
+from nexrl.activity.means import Means
 from nexrl.activity.memory import MemoryReading, read_memory
 from nexrl.activity.rollout_statistics import RolloutStatistics
-from nexrl.activity.spans import SHARES, Activity, Span, SpanTable
+from nexrl.activity.spans import SHARES, WAIT_KINDS, Activity, Span, SpanTable
 from nexrl.config.schema import RuntimeMonitorConfig
 from nexrl.errors import DeadlineError, NexRLError
 from nexrl.types import Batch, RolloutRecord, TrajectoryStatus
@@ -26,16 +25,6 @@ log = logging.getLogger("nexrl")
 _WARNING_QUIET_S = 60.0
 _MAX_REMEMBERED_WARNINGS = 256
 _NUM_HOLDERS_NAMED = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Warned:
-    """A warning that was shown."""
-
-    at_s: float
-    """Time of the run's clock."""
-    message: str
-    """Text for people."""
 
 
 class ActivityTracker:
@@ -60,14 +49,12 @@ class ActivityTracker:
         self.policy = ErrorPolicy(config.exception_handling)
         self.rollouts = RolloutStatistics(self._clock())
         self._ended_at = self._clock()
-        self._sums: dict[str, list[float]] = {}
+        self._means = Means()
         self._totals: dict[str, float] = {}
-        self._stage = ""
         self._stage_start = dict.fromkeys(SHARES, 0.0)
         self._flush_start = dict.fromkeys(SHARES, 0.0)
         self._flushed_at = self._clock()
         self._warned_at: dict[str, float] = {}
-        self.warnings: deque[Warned] = deque(maxlen=50)
         self.on_warn: list[Callable[[str], None]] = []
         self._stop_reason: NexRLError | None = None
         self._stopped = asyncio.Event()
@@ -80,12 +67,7 @@ class ActivityTracker:
 
     def observe(self, metric: str, value: float) -> None:
         """One observation, logged as the mean of those since the last flush."""
-        sums = self._sums.get(metric)
-        if sums is None:
-            self._sums[metric] = [value, 1.0]
-        else:
-            sums[0] += value
-            sums[1] += 1.0
+        self._means.add(metric, value)
 
     def count(self, metric: str, amount: float = 1.0) -> None:
         """Add to a running total, logged as such at every flush from then on."""
@@ -113,9 +95,8 @@ class ActivityTracker:
         self.rollouts.add_trained(batch)
         self._ended_at = self._clock()
 
-    def begin_stage(self, name: str) -> None:
+    def begin_stage(self) -> None:
         """Time shares of a stage start here."""
-        self._stage = name
         self._stage_start = self.spans.share_seconds()
 
     def stop(self, error: NexRLError) -> None:
@@ -142,9 +123,7 @@ class ActivityTracker:
     def flush(self) -> dict[str, float]:
         """Metrics since the last flush (means, rates, times) and running totals."""
         now = self._clock()
-        metrics = {name: total / number for name, (total, number) in self._sums.items()}
-        metrics.update(self._totals)
-        metrics.update(self.rollouts.flush(now))
+        metrics = {**self._means.flush(), **self._totals, **self.rollouts.flush(now)}
         for error_type, kind in self.policy.kinds.items():
             metrics[f"error/{error_type}/count"] = float(kind.count)
         metrics["time/step"] = now - self._flushed_at
@@ -152,7 +131,6 @@ class ActivityTracker:
         for share, seconds in shares.items():
             metrics[f"time/{share}"] = seconds - self._flush_start[share]
         metrics.update(self._memory_metrics())
-        self._sums.clear()
         self._flushed_at, self._flush_start = now, shares
         return metrics
 
@@ -163,15 +141,6 @@ class ActivityTracker:
     def time_share(self) -> dict[str, float]:
         """Share of the run's wall time by activity; they add up to 1."""
         return _normalised(self.spans.share_seconds(), dict.fromkeys(SHARES, 0.0))
-
-    def waits(self) -> list[Activity]:
-        """Who waits for whom now, longest first."""
-        return self.spans.waits()
-
-    @property
-    def stage(self) -> str:
-        """Name of the stage that runs."""
-        return self._stage
 
     @property
     def wall_s(self) -> float:
@@ -208,7 +177,6 @@ class ActivityTracker:
             recent = ((k, at) for k, at in self._warned_at.items() if now - at < _WARNING_QUIET_S)
             self._warned_at = dict(list(recent)[-_MAX_REMEMBERED_WARNINGS // 2 :])
         self._warned_at[key] = now
-        self.warnings.append(Warned(at_s=now - self.spans.started, message=message))
         log.warning("%s", message)
         for listener in self.on_warn:
             listener(message)
@@ -229,10 +197,8 @@ class ActivityTracker:
 
     def _describe_standstill(self) -> str:
         seconds = self._config.no_progress_s
-        waits = self.waits()
-        waiting = {(w.kind, w.name) for w in waits}
-        opened = self.spans.open_activities()
-        working = [a for a in opened if (a.kind, a.name) not in waiting]
+        waits = self.spans.waits()
+        working = [a for a in self.spans.open_activities() if a.kind not in WAIT_KINDS]
         lines = [
             f"nothing has ended well for {seconds:g} s (runtime_monitor.no_progress_s)",
             "held by " + (_list_some(working) or "nothing: no activity is open"),

@@ -50,14 +50,13 @@ class FailureKind:
 class ErrorPolicy:
     """Counts failures and gives the verdict.
 
-    Invariant: `num_failed_in_window` is the number of failed rollouts among the last
-    `failure_window` that ended; cancelled ones are no evidence either way and are left out.
+    Invariant: the window says of the last `failure_window` rollouts that ended whether they failed;
+    cancelled ones are no evidence either way and are left out.
     """
 
     def __init__(self, config: ExceptionHandlingConfig) -> None:
         self._config = config
         self._window: deque[bool] = deque(maxlen=config.failure_window)
-        self.num_failed_in_window = 0
         self.kinds: dict[str, FailureKind] = {}
 
     def judge(self, record: RolloutRecord) -> RunStoppedError | None:
@@ -65,7 +64,7 @@ class ErrorPolicy:
         if record.status is TrajectoryStatus.CANCELLED:
             return None
         failed = record.status is TrajectoryStatus.FAILED
-        self._slide(failed)
+        self._window.append(failed)
         if not failed or record.failure is None:
             return None
         kind = self._note(record.failure, record.rollout_id)
@@ -77,13 +76,6 @@ class ErrorPolicy:
                 record.failure,
             )
         return self._judge_rate()
-
-    def _slide(self, failed: bool) -> None:
-        window = self._window
-        if len(window) == self._config.failure_window:
-            self.num_failed_in_window -= window[0]
-        window.append(failed)
-        self.num_failed_in_window += failed
 
     def _note(self, failure: Failure, rollout_id: str) -> FailureKind:
         error_type = failure.error_type or failure.failure_class.value
@@ -97,11 +89,12 @@ class ErrorPolicy:
         window = len(self._window)
         if self._config.policy != "stop_on_critical" or window < self._config.failure_window:
             return None
-        if self.num_failed_in_window <= self._config.max_failure_rate * window:
+        num_failed = sum(self._window)
+        if num_failed <= self._config.max_failure_rate * window:
             return None
         worst = max(self.kinds.values(), key=lambda kind: kind.count)
         return self._stop(
-            f"{self.num_failed_in_window} of the last {window} rollouts failed, more than "
+            f"{num_failed} of the last {window} rollouts failed, more than "
             f"runtime_monitor.exception_handling.max_failure_rate "
             f"{self._config.max_failure_rate:g} allows; {worst.count} of the run's failures are "
             f"{worst}",

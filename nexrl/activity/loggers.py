@@ -7,6 +7,7 @@ what wandb gets in the run folder.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -19,6 +20,17 @@ _UPLOAD_DEADLINE_S = 120.0
 for `wandb sync`."""
 
 
+def _package(name: str, logger: str) -> Any:
+    """The package of a logger, which a run without that logger does not need."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"logger: {logger} needs the package {name}, which is not installed (pip install "
+            f"'nexrl[loggers]', or leave {logger} out of logger)"
+        ) from error
+
+
 class TensorBoardLogger:
     """A MetricLogger. The x axis is each family's own step; family `step` has no prefix.
 
@@ -26,15 +38,9 @@ class TensorBoardLogger:
     """
 
     def __init__(self, folder: Path, *, resumed_step: int | None = None) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "logger: tensorboard needs the package tensorboardX, which is not installed "
-                "(pip install 'nexrl[loggers]', or logger=[])"
-            ) from error
+        package = _package("tensorboardX", "tensorboard")
         purge_step = None if resumed_step is None else resumed_step + 1
-        self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
+        self._writer: Any = package.SummaryWriter(str(folder), purge_step=purge_step)
 
     def log(self, axis: str, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar for each metric."""
@@ -64,25 +70,21 @@ class WandbLogger:
         config: Mapping[str, Any],
         secrets: Collection[str] = (),
     ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "logger: wandb needs the package wandb, which is not installed "
-                "(pip install 'nexrl[loggers]', or logger=[tensorboard])"
-            ) from error
+        self._wandb = _package("wandb", "wandb")
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "wandb_run_id.txt"
         run_id = id_file.read_text().strip() if id_file.exists() else token_hex(4)
         id_file.write_text(run_id + "\n")
-        self._run: Any = wandb.init(
+        self._run: Any = self._wandb.init(
             project=project,
             name=name,
             id=run_id,
             resume="allow",
             dir=str(folder),
             config=redact(config, secrets=secrets),
-            settings=wandb.Settings(silent=True, console="off", finish_timeout=_UPLOAD_DEADLINE_S),
+            settings=self._wandb.Settings(
+                silent=True, console="off", finish_timeout=_UPLOAD_DEADLINE_S
+            ),
         )
         self._axes: set[str] = set()
         self._names: set[str] = set()
@@ -102,14 +104,12 @@ class WandbLogger:
         """Finish the run; its file is whole on return. Idempotent."""
         if self._run is None:
             return
-        import wandb
-
         self._run.finish()
         self._run = None
-        if wandb.run is None:
+        if self._wandb.run is None:
             # wandb's own process writes the file's end after `finish` has returned, and an exit
             # hook waits for that, which an interrupted run does not reach.
             try:
-                wandb.teardown()
+                self._wandb.teardown()
             except SystemExit as error:  # its way to say so; the run's own exit code stands
                 raise RuntimeError(f"wandb's service ended with {error.code}") from error

@@ -159,8 +159,8 @@ def _warn(logger: MetricLogger, what: str, error: Exception) -> None:
     )
 
 
-def read_metrics(path: Path, *, superseded: bool = False) -> list[MetricRecord]:
-    """Records in file order; without those that a resume made void, unless asked for.
+def read_metrics(path: Path) -> list[MetricRecord]:
+    """Records in file order, without those that a resume made void.
 
     A last line cut short by a crash is left out: its `log` never returned.
     """
@@ -174,8 +174,6 @@ def read_metrics(path: Path, *, superseded: bool = False) -> list[MetricRecord]:
         else:
             metrics = {name: float(value) for name, value in fields.pop("metrics").items()}
             records.append(MetricRecord(**fields, metrics=metrics))
-    if superseded:
-        return records
     return [r for r in records if not _is_superseded(r, resumed)]
 
 

@@ -7,9 +7,8 @@ hangs, for the terminal view and for time shares. A span costs about a microseco
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 
 WAIT_KINDS = frozenset({"wait", "rollout_wait"})
 """Kinds that do no work themselves: they say who waits for whom."""
@@ -44,46 +43,32 @@ class Activity:
 
 
 class _Kind:
-    """Totals of one kind of span."""
+    """One kind of span, and how many of it are open."""
 
-    __slots__ = ("busy_s", "name", "num_ended", "num_open", "share", "since", "work_s")
+    __slots__ = ("name", "num_open", "share")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.share = _SHARE_OF_KIND.get(name)
         self.num_open = 0
-        self.num_ended = 0
-        self.since = 0.0
-        self.busy_s = 0.0
-        self.work_s = 0.0
 
 
 class Span:
     """One piece of work; a context manager that may be entered once."""
 
-    __slots__ = ("_kind", "_spans", "name", "since")
+    __slots__ = ("_spans", "kind", "name", "since")
 
     def __init__(self, spans: SpanTable, kind: _Kind, name: str) -> None:
         self._spans = spans
-        self._kind = kind
+        self.kind = kind
         self.name = name
         self.since = 0.0
 
     def __enter__(self) -> None:
-        self._spans.open(self, self._kind)
+        self._spans.open(self)
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._spans.close(self, self._kind, failed=error_type is not None)
-
-    @property
-    def kind(self) -> str:
-        """Kind of work."""
-        return self._kind.name
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        self._spans.close(self, failed=error_type is not None)
 
 
 class SpanTable:
@@ -114,30 +99,25 @@ class SpanTable:
             known = self._kinds[kind] = _Kind(kind)
         return Span(self, known, name)
 
-    def open(self, span: Span, kind: _Kind) -> None:
+    def open(self, span: Span) -> None:
         """Called by `Span` on entry."""
+        kind = span.kind
         span.since = now = self._clock()
         self._open[span] = None
         kind.num_open += 1
-        if kind.num_open == 1:
-            kind.since = now
-            if kind.share is not None:
-                self._share_open[kind.share] += 1
-                self._book(now)
+        if kind.num_open == 1 and kind.share is not None:
+            self._share_open[kind.share] += 1
+            self._book(now)
 
-    def close(self, span: Span, kind: _Kind, *, failed: bool) -> None:
+    def close(self, span: Span, *, failed: bool) -> None:
         """Called by `Span` on exit."""
-        now = self._clock()
+        kind, now = span.kind, self._clock()
         del self._open[span]
         seconds = now - span.since
         kind.num_open -= 1
-        kind.num_ended += 1
-        kind.work_s += seconds
-        if kind.num_open == 0:
-            kind.busy_s += now - kind.since
-            if kind.share is not None:
-                self._share_open[kind.share] -= 1
-                self._book(now)
+        if kind.num_open == 0 and kind.share is not None:
+            self._share_open[kind.share] -= 1
+            self._book(now)
         if kind.name not in WAIT_KINDS:
             if not failed:
                 self.progressed = now
@@ -165,9 +145,7 @@ class SpanTable:
 
     def open_activities(self, limit: int | None = None) -> list[Activity]:
         """Open spans, oldest first."""
-        now = self._clock()
-        spans = list(self._open)[:limit]
-        return [Activity(kind=s.kind, name=s.name, seconds=now - s.since) for s in spans]
+        return self._seen(list(self._open)[:limit])
 
     def open_counts(self) -> dict[str, int]:
         """Number of open spans by kind, where there are any."""
@@ -175,15 +153,15 @@ class SpanTable:
 
     def waits(self) -> list[Activity]:
         """Who waits for whom, one line for each distinct wait, longest first."""
-        now = self._clock()
-        oldest: dict[tuple[str, str], float] = {}
+        oldest: dict[tuple[str, str], Span] = {}
         for span in self._open:
-            if span.kind in WAIT_KINDS:
-                oldest.setdefault((span.kind, span.name), span.since)
-        return [
-            Activity(kind=kind, name=name, seconds=now - since)
-            for (kind, name), since in oldest.items()
-        ]
+            if span.kind.name in WAIT_KINDS:
+                oldest.setdefault((span.kind.name, span.name), span)
+        return self._seen(oldest.values())
+
+    def _seen(self, spans: Iterable[Span]) -> list[Activity]:
+        now = self._clock()
+        return [Activity(kind=s.kind.name, name=s.name, seconds=now - s.since) for s in spans]
 
     def slowest(self) -> list[Activity]:
         """The longest pieces of work that ended, longest first."""
@@ -194,10 +172,3 @@ class SpanTable:
         """Seconds of wall time by share since construction."""
         self._book(self._clock())
         return dict(zip(SHARES, self._share_s, strict=True))
-
-    def busy_seconds(self) -> dict[str, float]:
-        """Seconds during which at least one span of a kind was open, by kind."""
-        now = self._clock()
-        return {
-            k.name: k.busy_s + (now - k.since if k.num_open else 0.0) for k in self._kinds.values()
-        }

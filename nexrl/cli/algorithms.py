@@ -6,18 +6,18 @@ what runs. Plain text of at most 100 columns; no torch.
 
 from __future__ import annotations
 
-import difflib
 import inspect
+import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from nexrl.algorithms.advantages import ADVANTAGES
 from nexrl.algorithms.aggregation import AGGREGATIONS
-from nexrl.algorithms.corrections import CORRECTION_PRESETS, CorrectionPreset
-from nexrl.algorithms.kl import KL_ESTIMATORS, KL_IN_LOSS
+from nexrl.algorithms.corrections import CORRECTION_PRESETS
+from nexrl.algorithms.kl import KL_ESTIMATORS, KL_IN_LOSS, KL_IN_REWARD
 from nexrl.algorithms.loss_definition import REGULARISERS, LossDefinition
 from nexrl.algorithms.losses import LOSSES
 from nexrl.algorithms.preference_losses import PREFERENCE_LOSSES
@@ -25,8 +25,8 @@ from nexrl.algorithms.preset_definition import FORMULA_WORDS
 from nexrl.algorithms.presets import PRESETS, Preset
 from nexrl.config.rule import ADVANTAGE_SETTINGS
 from nexrl.config.schema_algorithm import AdvantageConfig
+from nexrl.errors import nearest
 
-EXIT_CONFIGURATION = 2
 WIDTH = 100
 
 HOW_TO_CHOOSE = """\
@@ -84,22 +84,19 @@ FILTER_LINES = {
 """Each group filter in one line."""
 
 
-def show_algorithms(name: str | None) -> int:
-    """Print all names, or what has this one; returns the exit status."""
+def show_algorithms(name: str | None) -> bool:
+    """Print all names, or what has this one; whether there is such a thing."""
     if name is None:
         print("\n".join(listing()))
-        return 0
-    found = list(descriptions(name))
+        return True
+    found = ["\n".join(show(name)) for names, show in _SHOWN if name in names]
     if not found:
-        near = difflib.get_close_matches(name, _all_names(), 1)
-        meant = f"; did you mean {near[0]}?" if near else "; `nexrl algorithms` lists all"
+        known = [known for names, _ in _SHOWN for known in names]
+        meant = nearest(name, known) or "; `nexrl algorithms` lists all"
         print(f"nothing is named {name!r}{meant}", file=sys.stderr)
-        return EXIT_CONFIGURATION
+        return False
     print("\n\n".join(found))
-    return 0
-
-
-# --- the list -------------------------------------------------------------------------------------
+    return True
 
 
 def listing() -> Iterator[str]:
@@ -109,49 +106,45 @@ def listing() -> Iterator[str]:
     yield "presets, trainer.algorithm"
     width = max(map(len, PRESETS))
     for family in dict.fromkeys(preset.family for preset in PRESETS.values()):
-        members = [p for p in PRESETS.values() if p.family == family]
-        yield ""
-        yield f"  {family}"
-        yield from _table(((_marked(p), p.summary) for p in members), width)
+        members = {_marked(p): p.summary for p in PRESETS.values() if p.family == family}
+        yield from ("", f"  {family}", *_table(members, width))
     for title, entries in _parts():
-        yield ""
-        yield title
-        yield from _table(entries)
+        yield from ("", title, *_table(entries))
 
 
-def _parts() -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:
-    """What presets are made of: a title, and name and line of each."""
+def _parts() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """What presets are made of: a title, and the line of each name."""
     key = "trainer.algorithm"
-    formulas = {name: _formula(found.estimate) for name, found in ADVANTAGES.items()}
-    yield f"advantages, {key}.advantage", formulas.items()
-    losses = ((_marked(loss), LOSS_LINES[name]) for name, loss in LOSSES.items())
-    yield f"losses, {key}.loss", losses
-    yield f"aggregations, {key}.loss.aggregation", AGGREGATIONS.items()
-    yield f"KL estimators, {key}.kl.estimator", KL_LINES.items()
-    bounds = {name: _bounds(correction) for name, correction in CORRECTION_PRESETS.items()}
-    yield f"corrections, {key}.correction", bounds.items()
-    yield "filters, trajectory_pool.dynamic_sampling.filters", FILTER_LINES.items()
+    formulas = {name: _paragraphs(found.estimate)[0] for name, found in ADVANTAGES.items()}
+    yield f"advantages, {key}.advantage", formulas
+    yield f"losses, {key}.loss", {_marked(loss): LOSS_LINES[n] for n, loss in LOSSES.items()}
+    yield f"aggregations, {key}.loss.aggregation", AGGREGATIONS
+    yield f"KL estimators, {key}.kl.estimator", KL_LINES
+    yield f"corrections, {key}.correction", {name: _bounds(name) for name in CORRECTION_PRESETS}
+    yield "filters, trajectory_pool.dynamic_sampling.filters", FILTER_LINES
 
 
-def _table(entries: Iterable[tuple[str, str]], width: int = 0) -> Iterator[str]:
+def _table(entries: Mapping[str, str], width: int = 0) -> Iterator[str]:
     """Names in a column of at least `width`, and what is said of each."""
-    found = list(entries)
-    width = max([width, *(len(name) for name, _ in found)])
-    for name, line in found:
+    width = max([width, *map(len, entries)])
+    for name, line in entries.items():
         yield from _wrapped(f"    {name:<{width}}  {line}", indent=width + 6)
 
 
 def _wrapped(text: str, *, indent: int) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, drop_whitespace=True
-    )
+    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    return _wrapped(f"{label:<11}  {text}", indent=13)
 
 
 def _marked(found: LossDefinition | Preset) -> str:
     return found.name + " (x)" * found.experimental
 
 
-def _bounds(correction: CorrectionPreset) -> str:
+def _bounds(name: str) -> str:
+    correction = CORRECTION_PRESETS[name]
     if correction.action == "none":
         return "weight 1"
     low, high = ("-" if b is None else f"{b:g}" for b in (correction.low, correction.high))
@@ -161,120 +154,101 @@ def _bounds(correction: CorrectionPreset) -> str:
     )
 
 
-def _formula(function: Callable[..., Any]) -> str:
-    """The docstring's first paragraph."""
-    text = inspect.getdoc(function) or ""
-    return " ".join(text.partition("\n\n")[0].split())
+def _paragraphs(function: Callable[..., Any]) -> list[str]:
+    """The docstring's paragraphs, each on one line, but for what is indented."""
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    return [p if p.startswith("    ") else " ".join(p.split()) for p in paragraphs]
 
 
-def _all_names() -> list[str]:
-    parts = (ADVANTAGES, LOSSES, CORRECTION_PRESETS, AGGREGATIONS, KL_ESTIMATORS, FILTER_LINES)
-    return [*PRESETS, *(name for names in parts for name in names)]
-
-
-# --- one name -------------------------------------------------------------------------------------
-
-
-def descriptions(name: str) -> Iterator[str]:
-    """A text for each kind of thing that has this name."""
-    if name in PRESETS:
-        yield "\n".join(_show_preset(PRESETS[name]))
-    if name in ADVANTAGES:
-        yield "\n".join(_show_advantage(name))
-    if name in LOSSES:
-        yield "\n".join(_show_loss(LOSSES[name]))
-    if name in CORRECTION_PRESETS:
-        settings = yaml_lines({"trainer": {"algorithm": {"correction": {"preset": name}}}})
-        bounds = _bounds(CORRECTION_PRESETS[name])
-        brings = ", ".join(f"{k} {_shown(v)}" for k, v in asdict(CORRECTION_PRESETS[name]).items())
-        yield "\n".join(
-            [f"correction {name}: {bounds}", "", *settings, "", *_labelled("brings", brings)]
-        )
-    if name in AGGREGATIONS:
-        yield f"aggregation {name}: {AGGREGATIONS[name]}"
-    if name in KL_ESTIMATORS:
-        where = "loss and reward" if name in KL_IN_LOSS and not name.endswith("+") else ""
-        where = where or ("loss" if name in KL_IN_LOSS else "reward")
-        yield f"KL estimator {name}: {KL_LINES[name]}\n\nplacement    {where}"
-    if name in FILTER_LINES:
-        chosen = {"trajectory_pool": {"dynamic_sampling": {"filters": [name]}}}
-        yield "\n".join([f"filter {name}: {FILTER_LINES[name]}", "", *yaml_lines(chosen)])
-
-
-def _show_preset(preset: Preset) -> Iterator[str]:
-    mark = ", experimental" if preset.experimental else ""
-    yield from _wrapped(f"preset {preset.name} ({preset.family}{mark}): {preset.summary}", indent=2)
-    yield ""
-    yield from yaml_lines(expansion(preset))
-    if preset.shares:
+def _explained(function: Callable[..., Any]) -> Iterator[str]:
+    for paragraph in _paragraphs(function):
         yield ""
-    for key, (other, share) in preset.shares.items():
-        yield from _labelled("also", f"{key} = {share:g} x {other}")
-    yield ""
-    yield "what is minimised"
-    yield from (f"  {line}" for line in preset.formula.splitlines())
-    yield ""
-    yield from (f"  {line}" for line in FORMULA_WORDS.splitlines())
-    yield ""
-    yield from _labelled("source", preset.source)
-    yield from _labelled("needs", "; ".join(preset.needs) or "a reward only")
-    if preset.name in PREFERENCE_LOSSES and PREFERENCE_LOSSES[preset.name].config:
-        settings = ", ".join(PREFERENCE_LOSSES[preset.name].config)
-        yield from _labelled("settings", f"trainer.algorithm.preference: {settings}")
+        if paragraph.startswith("    "):
+            yield from (f"  {line}" for line in paragraph.splitlines())
+        else:
+            yield from _wrapped("  " + paragraph, indent=2)
 
 
-def expansion(preset: Preset) -> dict[str, Any]:
-    """A preset and its settings, as they can be pasted into a recipe."""
-    settings = {section: dict(value) for section, value in preset.settings.items()}
-    algorithm = settings["trainer"]["algorithm"]
-    settings["trainer"] = {"algorithm": {"preset": preset.name, **algorithm}}
-    return settings
-
-
-def yaml_lines(settings: dict[str, Any]) -> list[str]:
-    """Nested settings as YAML, in the order given."""
+def _yaml_lines(settings: dict[str, Any]) -> list[str]:
+    """Nested settings as YAML, in the order given, without tags or anchors."""
     import yaml
 
-    return yaml.safe_dump(_plain(settings), sort_keys=False, default_flow_style=False).splitlines()
+    plain = json.loads(json.dumps(settings))
+    return yaml.safe_dump(plain, sort_keys=False, default_flow_style=False).splitlines()
 
 
-def _plain(value: Any) -> Any:
-    """Mappings and sequences as the dicts and lists that YAML writes without tags or anchors."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+def _show_preset(name: str) -> Iterator[str]:
+    preset = PRESETS[name]
+    mark = ", experimental" if preset.experimental else ""
+    yield from _wrapped(f"preset {name} ({preset.family}{mark}): {preset.summary}", indent=2)
+    algorithm = {"preset": name, **preset.settings["trainer"]["algorithm"]}
+    settings = {**preset.settings, "trainer": {"algorithm": algorithm}}
+    yield from ("", *_yaml_lines(settings), "")
+    if preset.shares:
+        for key, (other, share) in preset.shares.items():
+            yield from _labelled("also", f"{key} = {share:g} x {other}")
+        yield ""
+    yield "what is minimised"
+    for text in (preset.formula, FORMULA_WORDS):
+        yield from (f"  {line}" for line in text.splitlines())
+        yield ""
+    yield from _labelled("source", preset.source)
+    yield from _labelled("needs", "; ".join(preset.needs) or "a reward only")
+    if name in PREFERENCE_LOSSES and PREFERENCE_LOSSES[name].config:
+        own = ", ".join(PREFERENCE_LOSSES[name].config)
+        yield from _labelled("settings", f"trainer.algorithm.preference: {own}")
 
 
 def _show_advantage(name: str) -> Iterator[str]:
-    definition = ADVANTAGES[name]
+    definition, default = ADVANTAGES[name], AdvantageConfig()
     yield f"advantage {name}"
-    yield from _paragraphs(definition.estimate)
+    yield from _explained(definition.estimate)
     yield ""
-    default = AdvantageConfig()
-    settings = [
-        f"{setting} {_shown(getattr(default, setting))}"
-        for setting, users in ADVANTAGE_SETTINGS.items()
-        if name in users
-    ]
-    yield from _labelled("settings", ", ".join(settings) or "none")
+    own = [setting for setting, users in ADVANTAGE_SETTINGS.items() if name in users]
+    yield from _settings({setting: getattr(default, setting) for setting in own})
     yield from _labelled("needs", ", ".join(definition.needs) or "rewards and groups only")
     zero = "get exactly 0" if definition.group_relative else "are nothing special"
     yield from _labelled("equal", f"groups of equal rewards {zero}")
 
 
-def _show_loss(loss: LossDefinition) -> Iterator[str]:
-    yield f"loss {loss.name}{', experimental' * loss.experimental}: {LOSS_LINES[loss.name]}"
-    yield from _paragraphs(loss.term_of)
+def _show_loss(name: str) -> Iterator[str]:
+    loss = LOSSES[name]
+    yield f"loss {name}{', experimental' * loss.experimental}: {LOSS_LINES[name]}"
+    yield from _explained(loss.term_of)
     yield ""
-    settings = [f"{k} {_shown(v)}" for k, v in loss.config.items() if k not in REGULARISERS]
-    yield from _labelled("settings", ", ".join(settings) or "none")
+    yield from _settings({k: v for k, v in loss.config.items() if k not in REGULARISERS})
     yield from _labelled("inputs", ", ".join((*loss.required, *loss.optional)))
     yield from _labelled("aggregation", f"{loss.aggregation} only" if loss.aggregation else "any")
     bounded = "yes" if loss.bounded else "no: one optimizer step a batch, or trust_region: none"
     yield from _labelled("bounded", bounded)
     if loss.prepare is not None:
         yield from _labelled("beforehand", "a forward pass of each optimizer step")
-        yield from _paragraphs(loss.prepare)
+        yield from _explained(loss.prepare)
+
+
+def _show_correction(name: str) -> Iterator[str]:
+    yield f"correction {name}: {_bounds(name)}"
+    yield from ("", *_yaml_lines({"trainer": {"algorithm": {"correction": {"preset": name}}}}), "")
+    yield from _settings(asdict(CORRECTION_PRESETS[name]), label="brings")
+
+
+def _show_aggregation(name: str) -> Iterator[str]:
+    yield f"aggregation {name}: {AGGREGATIONS[name]}"
+
+
+def _show_kl(name: str) -> Iterator[str]:
+    placements = {"loss": KL_IN_LOSS, "reward": KL_IN_REWARD}
+    yield from (f"KL estimator {name}: {KL_LINES[name]}", "")
+    yield from _labelled("placement", " and ".join(k for k, v in placements.items() if name in v))
+
+
+def _show_filter(name: str) -> Iterator[str]:
+    yield from (f"filter {name}: {FILTER_LINES[name]}", "")
+    yield from _yaml_lines({"trajectory_pool": {"dynamic_sampling": {"filters": [name]}}})
+
+
+def _settings(values: Mapping[str, Any], label: str = "settings") -> list[str]:
+    return _labelled(label, ", ".join(f"{k} {_shown(v)}" for k, v in values.items()) or "none")
 
 
 def _shown(value: Any) -> str:
@@ -283,14 +257,13 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _paragraphs(function: Callable[..., Any]) -> Iterator[str]:
-    for paragraph in (inspect.getdoc(function) or "").split("\n\n"):
-        yield ""
-        if paragraph.startswith("    "):
-            yield from (f"  {line}" for line in paragraph.splitlines())
-        else:
-            yield from _wrapped("  " + " ".join(paragraph.split()), indent=2)
-
-
-def _labelled(label: str, text: str) -> list[str]:
-    return _wrapped(f"{label:<11}  {text}", indent=13)
+_SHOWN: tuple[tuple[Mapping[str, Any], Callable[[str], Iterator[str]]], ...] = (
+    (PRESETS, _show_preset),
+    (ADVANTAGES, _show_advantage),
+    (LOSSES, _show_loss),
+    (CORRECTION_PRESETS, _show_correction),
+    (AGGREGATIONS, _show_aggregation),
+    (KL_ESTIMATORS, _show_kl),
+    (FILTER_LINES, _show_filter),
+)
+"""All names, by kind, and how one of the kind is shown."""

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nexrl import __version__
+from nexrl.cli.store import add_store_commands
 from nexrl.errors import ConfigError, NexRLError
 
-EXIT_FAILED = 1
-EXIT_CONFIGURATION = 2
-EXIT_INTERRUPTED = 130
+EXIT_OK, EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_launch(commands)
     _add_plan(commands)
     _add_serve(commands)
-    _add_store(commands)
+    add_store_commands(commands)
     _add_algorithms(commands)
     return parser
 
@@ -93,7 +92,8 @@ def _plan(args: argparse.Namespace) -> int:
     recipe, overrides = _recipe_of(args)
     from nexrl.cli.plan import run_plan
 
-    return run_plan(recipe, overrides, provenance=args.provenance)
+    can_run = run_plan(recipe, overrides, provenance=args.provenance)
+    return EXIT_OK if can_run else EXIT_CONFIGURATION
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -125,12 +125,6 @@ def _serve(args: argparse.Namespace) -> int:
     )
 
 
-def _add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from nexrl.cli.store import add_store_commands
-
-    add_store_commands(commands)
-
-
 def _add_algorithms(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("algorithms", help="list algorithms, or show one")
     parser.set_defaults(run=_algorithms, name=None)
@@ -142,7 +136,7 @@ def _add_algorithms(commands: argparse._SubParsersAction[argparse.ArgumentParser
 def _algorithms(args: argparse.Namespace) -> int:
     from nexrl.cli.algorithms import show_algorithms
 
-    return show_algorithms(args.name)
+    return EXIT_OK if show_algorithms(args.name) else EXIT_CONFIGURATION
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -154,7 +148,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args, others = parser.parse_known_args(arguments)
     for text in others:
         if "=" not in text or text.startswith("-") or not hasattr(args, "overrides"):
-            parser.error(f"unrecognized arguments: {text}")
+            hint = "; a setting is written KEY=VALUE" if hasattr(args, "overrides") else ""
+            parser.error(f"unrecognized arguments: {text}{hint}")
         args.overrides.append(text)
     return args
 

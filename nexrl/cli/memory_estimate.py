@@ -1,4 +1,4 @@
-"""How much memory a run will want, from the model's config.json alone.
+"""How much memory a run will want, from the model's config.json and the headers of its weights.
 
 An estimate for `nexrl plan`: what scales with the model and the settings, an upper bound for the
 cache and the logits, no allocator overhead and no activations inside layers.
@@ -6,13 +6,18 @@ cache and the logits, no allocator overhead and no activations inside layers.
 
 from __future__ import annotations
 
+import json
+import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nexrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from nexrl.config.rule import family_of, uses_critic
 from nexrl.config.schema import RunConfig
+from nexrl.errors import ConfigError
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4
@@ -68,6 +73,26 @@ def model_size(config: Mapping[str, Any], num_parameters: int | None = None) -> 
     )
 
 
+def read_model_size(folder: Path) -> ModelSize | None:
+    """Size from config.json and the headers of the safetensors files; no weight is read."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        count = sum(count_elements(file) for file in sorted(folder.glob("*.safetensors")))
+    except (ValueError, OSError, struct.error) as error:
+        raise ConfigError(f"model folder {folder} cannot be read: {error}") from error
+    return model_size(config, count or None)
+
+
+def count_elements(file: Path) -> int:
+    """Elements of all tensors of a safetensors file, from its header."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    shapes = (tensor["shape"] for name, tensor in header.items() if name != "__metadata__")
+    return sum(math.prod(shape) for shape in shapes)
+
+
 def estimate_memory(
     config: RunConfig,
     model: ModelSize,
@@ -96,7 +121,7 @@ def estimate_memory(
         ]
     # A reward model draws no tokens, so its run starts no engine.
     draws = family_of(config) != "reward_model"
-    if draws and inference.engine == "builtin" and inference.url is None:
+    if draws and inference.url is None:
         size = _BYTES[inference.dtype]
         context = inference.max_context or model.max_positions or row_tokens
         cache = 2 * model.num_layers * model.kv_width * size * inference.max_batch * context

@@ -10,28 +10,21 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from nexrl.cli.plan_machine import inspect_machine
 from nexrl.cli.plan_probe import RecipeProbe
 from nexrl.cli.plan_text import build_plan, render_plan
 from nexrl.config.loader import LoadedConfig, load_run_config
-from nexrl.config.redact import REDACTED, is_secret_key, redact_text
-from nexrl.errors import ConfigError
-
-EXIT_OK = 0
-EXIT_CONFIGURATION = 2
+from nexrl.config.nodes import Origin, dotted, plain_leaves
+from nexrl.config.redact import REDACTED, is_secret_path, redact_text
+from nexrl.config.schema import RunConfig
 
 
-def run_plan(recipe: Path, overrides: Sequence[str], *, provenance: bool) -> int:
-    """Print the plan of a recipe; 0 when it can be launched, 2 when something must be mended."""
-    try:
-        loaded = load_run_config(recipe, overrides)
-    except ConfigError as error:
-        print(f"configuration error: {error}", file=sys.stderr)
-        return EXIT_CONFIGURATION
+def run_plan(recipe: Path, overrides: Sequence[str], *, provenance: bool) -> bool:
+    """Print the plan of a recipe; whether it can be launched. ConfigError when it is refused."""
+    loaded = load_run_config(recipe, overrides)
     with tempfile.TemporaryDirectory(prefix="nexrl-plan-") as folder:
         probe = RecipeProbe(loaded, scratch=Path(folder))
         plan = build_plan(
@@ -48,34 +41,27 @@ def run_plan(recipe: Path, overrides: Sequence[str], *, provenance: bool) -> int
     for problem in plan.problems:
         shown = redact_text(problem, secrets=loaded.secrets)
         print(f"configuration error: {shown}", file=sys.stderr)
-    return EXIT_CONFIGURATION if plan.problems else EXIT_OK
+    return not plan.problems
 
 
 def render_provenance(loaded: LoadedConfig) -> str:
     """Every value with its origin; then, for each stage, what differs."""
-    whole = _values_with_origins(loaded.config.model_dump(by_alias=True), loaded.provenance)
-    lines = ["where each value comes from", *_provenance_lines(whole)]
+    whole = dict(_provenance_lines(loaded.config, loaded.provenance))
+    lines = ["where each value comes from", *whole.values()]
     for stage in loaded.stages:
-        own = _values_with_origins(stage.config.model_dump(by_alias=True), stage.provenance)
-        different = {k: v for k, v in own.items() if k != "stages" and whole.get(k) != v}
+        own = dict(_provenance_lines(stage.config, stage.provenance))
+        different = [v for k, v in own.items() if k != "stages" and whole.get(k) != v]
         if different:
-            lines += ["", f"in stage {stage.name}", *_provenance_lines(different)]
+            lines += ["", f"in stage {stage.name}", *different]
     return "\n".join(lines)
 
 
-def _values_with_origins(
-    config: Mapping[str, Any], origins: Mapping[str, Any]
-) -> dict[str, tuple[str, str]]:
-    values = {}
-    for key, origin in origins.items():
-        value: Any = config
-        for part in key.split("."):
-            value = value[int(part)] if isinstance(value, list | tuple) else value[part]
-        secret = is_secret_key(key) and value is not None
+def _provenance_lines(
+    config: RunConfig, origins: Mapping[str, Origin]
+) -> Iterator[tuple[str, str]]:
+    """Key, and its value with its origin."""
+    for path, value in plain_leaves(config.model_dump(by_alias=True)):
+        key = dotted(path)
+        secret = is_secret_path(path) and value is not None
         shown = REDACTED if secret else json.dumps(value, ensure_ascii=False)
-        values[key] = (shown, str(origin))
-    return values
-
-
-def _provenance_lines(values: Mapping[str, tuple[str, str]]) -> list[str]:
-    return [f"  {key} = {value}  ({origin})" for key, (value, origin) in values.items()]
+        yield key, f"  {key} = {shown}  ({origins[key]})"

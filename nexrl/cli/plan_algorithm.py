@@ -1,15 +1,10 @@
-"""What `nexrl plan` says of the algorithm: its parts as they will run, and what is probably not meant.
-
-Pure: a configuration and its origins in, labelled lines and sentences out.
-"""
+"""What `nexrl plan` says of the algorithm: its parts as they will run, in labelled lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from nexrl.algorithms.advantages import ADVANTAGES
 from nexrl.algorithms.aggregation import AGGREGATIONS
-from nexrl.algorithms.filters import CONSTANT_REWARD
 from nexrl.algorithms.loss_definition import REGULARISERS
 from nexrl.algorithms.losses import LOSSES
 from nexrl.algorithms.preference_losses import PREFERENCE_LOSSES
@@ -17,7 +12,6 @@ from nexrl.config.nodes import Origin
 from nexrl.config.rule import (
     ADVANTAGE_SETTINGS,
     family_of,
-    is_group_relative,
     is_reference,
     is_rl,
     needs_of_advantage,
@@ -149,42 +143,3 @@ def _plain(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:g}" if isinstance(value, int | float) else str(value)
-
-
-def algorithm_warnings(config: RunConfig) -> Iterator[str]:
-    """Settings that work and are probably not meant."""
-    if not is_rl(config):
-        return
-    algorithm = config.trainer.algorithm
-    name = algorithm.advantage.name
-    if name == "dr_grpo" and algorithm.loss.aggregation == "sequence_mean_token_mean":
-        yield (
-            f"{KEY}.advantage dr_grpo is meant for loss.aggregation constant, got "
-            f"{algorithm.loss.aggregation}: it brings the length bias back"
-        )
-    kept = config.rollout_worker.failure_policy.min_group_size
-    if kept == 1 and is_group_relative(config):
-        yield (
-            "rollout_worker.failure_policy.min_group_size is 1: a group that shrinks to one "
-            "member has advantage 0"
-        )
-    read = name not in ADVANTAGES or needs_of_advantage(config, "greedy_rewards")
-    if algorithm.greedy_baseline and not read:
-        yield (
-            f"{KEY}.greedy_baseline draws and scores a greedy completion of each draw, which "
-            f"{KEY}.advantage {name} does not read"
-        )
-    alpha, longest = algorithm.advantage.length_adaptive, config.rollout_worker.sampling.max_tokens
-    if name == "gae" and alpha is not None and alpha * longest <= 2:
-        yield (
-            f"{KEY}.advantage.length_adaptive {alpha:g} makes lambda at most "
-            f"{max(0.0, 1 - 1 / (alpha * longest)):g} for the {longest} tokens of "
-            "rollout_worker.sampling.max_tokens, so advantages hardly see the reward: it is meant "
-            "for long answers"
-        )
-    filters = config.trajectory_pool.dynamic_sampling.filters
-    if CONSTANT_REWARD in filters and name in ADVANTAGES and not is_group_relative(config):
-        yield (
-            f"trajectory_pool.dynamic_sampling.filters: {CONSTANT_REWARD} drops groups of equal "
-            f"rewards, which {KEY}.advantage {name} learns from all the same"
-        )

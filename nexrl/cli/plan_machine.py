@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from nexrl.cli.plan_text import Finding
+from nexrl.cli.plan_text import Finding, problem
 from nexrl.config.loader import LoadedConfig
 from nexrl.config.schema import RunConfig
 
@@ -39,25 +39,21 @@ def inspect_machine(loaded: LoadedConfig) -> list[Finding]:
     ]
 
 
-def _problem(text: str) -> Finding:
-    return Finding(severity="problem", text=text)
-
-
 def _folders(config: RunConfig) -> Iterator[Finding]:
     root = Path(config.launch.run_root).absolute()
     existing = next(p for p in (root, *root.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield _problem(f"launch.run_root {root} cannot be written ({existing} is not writable)")
+        yield problem(f"launch.run_root {root} cannot be written ({existing} is not writable)")
     if config.resume not in (None, "latest") and not Path(config.resume or "").is_dir():
-        yield _problem(f"resume: there is no run folder {config.resume!r}")
+        yield problem(f"resume: there is no run folder {config.resume!r}")
 
 
 def _packages(config: RunConfig) -> Iterator[Finding]:
     wanted = {"tokenizers": "service.train_service"}
     if config.service.train_service.url is None:
         wanted["torch"] = wanted["transformers"] = "service.train_service"
-    if config.service.inference_service.engine == "builtin":
-        wanted["torch"] = wanted["transformers"] = "service.inference_service.engine builtin"
+    if config.service.inference_service.url is None:
+        wanted["torch"] = wanted["transformers"] = "service.inference_service"
     if "tensorboard" in config.logger:
         wanted["tensorboardX"] = "logger tensorboard"
     if "wandb" in config.logger:
@@ -65,7 +61,7 @@ def _packages(config: RunConfig) -> Iterator[Finding]:
     for package, key in wanted.items():
         if importlib.util.find_spec(package) is None:
             extra = _EXTRAS[package]
-            yield _problem(f'{key} needs the package {package}: pip install "nexrl[{extra}]"')
+            yield problem(f'{key} needs the package {package}: pip install "nexrl[{extra}]"')
 
 
 def _devices(config: RunConfig) -> Iterator[Finding]:
@@ -81,7 +77,7 @@ def _devices(config: RunConfig) -> Iterator[Finding]:
         count = torch.cuda.device_count()
         wanted = int(service.device.partition(":")[2] or 0)
         if wanted >= count:
-            yield _problem(
+            yield problem(
                 f"service.{key}.device is {service.device}, and this machine has "
                 f"{count} CUDA device{'' if count == 1 else 's'}; use cpu or auto"
             )
@@ -96,7 +92,7 @@ def _loopback(config: RunConfig) -> Iterator[Finding]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
     except OSError as error:
-        yield _problem(f"no port on 127.0.0.1 can be opened for services: {error.strerror}")
+        yield problem(f"no port on 127.0.0.1 can be opened for services: {error.strerror}")
 
 
 def _endpoints(config: RunConfig) -> Iterator[Finding]:
@@ -122,11 +118,11 @@ def _endpoint(key: str, url: str, api_key: str | None) -> Finding:
         status = error.code
     except OSError as error:
         reason = getattr(error, "reason", error)
-        return _problem(
+        return problem(
             f"{key}: nobody answers at {health} within {_ENDPOINT_DEADLINE_S:g} s: {reason}"
         )
     if status in (401, 403):
-        return _problem(f"{key}: {health} answered {status}; check service api_key")
+        return problem(f"{key}: {health} answered {status}; check service api_key")
     if status >= 500:
-        return _problem(f"{key}: {health} answered {status}: the service is not healthy")
+        return problem(f"{key}: {health} answered {status}: the service is not healthy")
     return Finding(severity="ok", text=f"{key}: {health} answered {status}")

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import math
-import re
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from nexrl.algorithms.filters import GROUP_FILTERS
-from nexrl.cli.memory_estimate import ModelSize, model_size
-from nexrl.cli.plan_rows import PlacedRow, RowTrial, try_rows
+from nexrl.cli.memory_estimate import ModelSize, read_model_size
+from nexrl.cli.plan_rows import PlacedRow, try_rows
 from nexrl.cli.plan_teacher import check_vocabulary, teacher_folder
 from nexrl.cli.plan_text import (
     ROWS_READ,
@@ -30,14 +27,15 @@ from nexrl.cli.plan_text import (
     SourceSample,
 )
 from nexrl.config.loader import LoadedConfig, StageConfig
-from nexrl.config.rule import is_reference, is_rl
-from nexrl.config.rules import OFFLINE_WORKERS, source_name
+from nexrl.config.problems import located
+from nexrl.config.rule import OFFLINE_WORKERS, is_reference, is_rl
+from nexrl.config.rules import source_name
 from nexrl.config.schema import RunConfig, SourceConfig
 from nexrl.config.user_code import load_user_object
 from nexrl.data.sources import Source, leave_out, load_filter, open_source
 from nexrl.errors import ConfigError, NexRLError, UserCodeError, user_frame
 from nexrl.launch.model_folder import cached_folder, resolve_model_folder
-from nexrl.rendering.renderer import HfRenderer, load_renderer
+from nexrl.rendering.renderer import load_renderer
 from nexrl.rollout.build import worker_class
 from nexrl.rollout.prompts import PromptBuilder
 from nexrl.services.reward.local import LocalRewardService, load_reward_service
@@ -55,34 +53,11 @@ _COLUMNS = {
 }
 """Settings of `data` that name the columns which an offline worker reads beside the prompt. A
 supervised row may have messages in place of an answer."""
-_OWN_PARTS = {
-    "loss": ("outputs", "inputs", "settings"),
-    "advantage": ("inputs", "settings"),
-}
-"""Parts of `trainer.algorithm` that may be a recipe's own function, and what it is called with."""
-_KEY = re.compile(r"\w+(\.\w+)+")
-"""A configuration key at the start of a sentence: the line where it is written is added."""
 _FACTORY_KEY = "service.train_service.model_factory"
 
 Row = Mapping[str, Any]
-
-
-class _Reported:
-    """A `with` block that turns errors which NexRL raises on purpose into problems."""
-
-    def __init__(self, add: Callable[[Severity, str], None]) -> None:
-        self._add = add
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> bool:
-        if not isinstance(error, NexRLError):
-            return False
-        self._add("problem", str(error))
-        return True
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RecipeProbe:
@@ -94,12 +69,13 @@ class RecipeProbe:
 
     def __init__(self, loaded: LoadedConfig, *, scratch: Path) -> None:
         self._loaded = loaded
+        self._recipe_dir = loaded.recipe_dir
         self._scratch = scratch
         self._findings: list[Finding] = []
         self._origins = loaded.provenance
-        self._folder = self._find_model_folder()
-        self._renderer = self._load_renderer()
-        self.size = self._read_size()
+        self._folder = folder = self._attempt(self._find_model_folder)
+        self._renderer = self._attempt(load_renderer, folder) if folder else None
+        self.size = self._attempt(read_model_size, folder) if folder else None
         self.startup, self._findings = self._findings, []
 
     def inspect_stage(self, stage: StageConfig) -> Inspection:
@@ -108,55 +84,51 @@ class RecipeProbe:
         config = stage.config
         self._check_code(config)
         placed: list[PlacedRow] = []
-        sources = self._read(config, "data.sources", config.data.sources, placed)
         held_out: list[PlacedRow] = []
-        validation = (
-            self._read(config, "validate.sources", config.validate_.sources, held_out)
-            if config.validate_.enabled
-            else []
-        )
-        prompts = self._render(config, placed)
-        self._render(config, held_out)
-        trial = self._try_rows(config, placed)
-        self._try_rows(config, held_out)
-        self._probe_reward(config, [row for _, row in placed or held_out])
+        sources = self._read(config, "data.sources", config.data.sources, placed)
+        validation = []
+        if config.validate_.enabled:
+            held = config.validate_.sources
+            validation = self._read(config, "validate.sources", held, held_out)
+        prompts = self._attempt(self._render, config, placed)
+        self._attempt(self._render, config, held_out)
+        longest = self._attempt(self._try_rows, config, placed)
+        self._attempt(self._try_rows, config, held_out)
+        self._attempt(self._probe_reward, config, [row for _, row in placed or held_out])
         return Inspection(
             sources=sources,
             validation_sources=validation,
             prompts=prompts,
-            longest_row=trial.longest if trial else None,
-            teacher=self._inspect_teacher(config),
+            longest_row=longest,
+            teacher=self._attempt(self._inspect_teacher, config),
             scorer=_scorer_words(config),
             findings=tuple(self._findings),
         )
 
-    def _reported(self) -> _Reported:
-        """A mistake of the recipe inside becomes a problem of the plan."""
-        return _Reported(self._add)
+    def _attempt(self, look: Callable[P, T], *args: P.args, **named: P.kwargs) -> T | None:
+        """What `look` sees; None, and a problem of the plan, where the recipe has a mistake."""
+        try:
+            return look(*args, **named)
+        except NexRLError as error:
+            self._add("problem", str(error))
+            return None
 
     def _add(self, severity: Severity, text: str) -> None:
-        key = _KEY.match(text)
-        origin = self._origins.get(key[0]) if key else None
-        where = f" ({origin})" if origin and not origin.implied else ""
-        self._findings.append(Finding(severity=severity, text=text + where))
+        self._findings.append(Finding(severity=severity, text=located(text, self._origins)))
 
     def _find_model_folder(self) -> Path | None:
-        config, recipe_dir = self._loaded.config, self._loaded.recipe_dir
-        service = config.service.train_service
-        with self._reported():
-            if service.model_path is not None:
-                return resolve_model_folder(config, recipe_dir=recipe_dir)
-            if service.model_factory is not None:
-                made = cached_folder(config, recipe_dir=recipe_dir)
-                return made if (made / "config.json").is_file() else self._preview()
-        return None
+        config, service = self._loaded.config, self._loaded.config.service.train_service
+        if service.model_path is not None:
+            return resolve_model_folder(config, recipe_dir=self._recipe_dir)
+        if service.model_factory is None:
+            return None
+        made = cached_folder(config, recipe_dir=self._recipe_dir)
+        return made if (made / "config.json").is_file() else self._preview(service.model_factory)
 
-    def _preview(self) -> Path | None:
+    def _preview(self, reference: str) -> Path | None:
         """Tokenizer and config.json of a model that is not made yet, if its factory offers them
         cheaply as its attribute `tokenizer`, a function of a folder."""
-        reference = self._loaded.config.service.train_service.model_factory or ""
-        factory = load_user_object(reference, recipe_dir=self._loaded.recipe_dir, key=_FACTORY_KEY)
-        _check_accepts(factory, _FACTORY_KEY, reference, "folder", "seed")
+        factory = self._own_function(_FACTORY_KEY, reference, "folder", "seed")
         write = getattr(factory, "tokenizer", None)
         if write is None:
             self._add("ok", f"model and tokenizer are made at launch by {reference}")
@@ -170,74 +142,67 @@ class RecipeProbe:
             ) from error
         return self._scratch
 
-    def _load_renderer(self) -> HfRenderer | None:
-        with self._reported():
-            return load_renderer(self._folder) if self._folder else None
-        return None
-
-    def _read_size(self) -> ModelSize | None:
-        with self._reported():
-            if self._folder is not None:
-                return read_model_size(self._folder)
-        return None
+    def _own_function(self, key: str, reference: str, *parameters: str) -> Any:
+        """A function of the recipe; ConfigError when it is not there or takes other arguments."""
+        function = load_user_object(reference, recipe_dir=self._recipe_dir, key=key)
+        _check_accepts(function, key, reference, *parameters)
+        return function
 
     def _check_code(self, config: RunConfig) -> None:
-        recipe_dir = self._loaded.recipe_dir
-        with self._reported():
-            worker_class(config.rollout_worker, recipe_dir)
-        with self._reported():
-            trainer_class(config.trainer, recipe_dir)
-        for part, parameters in _OWN_PARTS.items() if is_rl(config) else ():
-            name, key = (
-                getattr(config.trainer.algorithm, part).name,
-                f"trainer.algorithm.{part}.name",
-            )
-            if is_reference(name):
-                with self._reported():
-                    function = load_user_object(name, recipe_dir=recipe_dir, key=key)
-                    _check_accepts(function, key, name, *parameters)
+        self._attempt(worker_class, config.rollout_worker, self._recipe_dir)
+        self._attempt(trainer_class, config.trainer, self._recipe_dir)
+        algorithm, own = config.trainer.algorithm, list[tuple[str, ...]]()
+        if is_rl(config) and is_reference(algorithm.loss.name):
+            key = "trainer.algorithm.loss.name"
+            own.append((key, algorithm.loss.name, "outputs", "inputs", "settings"))
+        if is_rl(config) and is_reference(algorithm.advantage.name):
+            key = "trainer.algorithm.advantage.name"
+            own.append((key, algorithm.advantage.name, "inputs", "settings"))
         for index, name in enumerate(config.trajectory_pool.dynamic_sampling.filters):
-            key = f"trajectory_pool.dynamic_sampling.filters.{index}"
             if name not in GROUP_FILTERS:
-                with self._reported():
-                    function = load_user_object(name, recipe_dir=recipe_dir, key=key)
-                    _check_accepts(function, key, name, "group")
+                own.append((f"trajectory_pool.dynamic_sampling.filters.{index}", name, "group"))
+        for function in own:
+            self._attempt(self._own_function, *function)
 
     def _read(
         self, config: RunConfig, key: str, sources: Sequence[SourceConfig], rows: list[PlacedRow]
     ) -> list[SourceSample]:
         """Read and check the first rows of each source; append those that are kept to `rows`."""
-        samples = []
+        samples = (
+            self._attempt(self._read_source, config, f"{key}.{index}", source, rows)
+            for index, source in enumerate(sources)
+        )
+        return [sample for sample in samples if sample is not None]
+
+    def _read_source(
+        self, config: RunConfig, key: str, source: SourceConfig, rows: list[PlacedRow]
+    ) -> SourceSample:
         worker = config.rollout_worker.type
-        columns = tuple(getattr(config.data, name) for name in _COLUMNS.get(worker, ()))
-        for index, source in enumerate(sources):
-            with self._reported():
-                found = open_source(
-                    source,
-                    data=config.data,
-                    recipe_dir=self._loaded.recipe_dir,
-                    limit=ROWS_READ,
-                    needs_prompt=worker != "custom",
-                    needs_columns=columns,
-                    key=f"{key}.{index}",
-                )
-                count = self._count(source, len(found.rows))
-                kept = self._left_in(config, found, is_whole=count == len(found.rows))
-                rows += zip(kept.places, kept.rows, strict=True)
-                samples.append(
-                    SourceSample(
-                        name=found.name,
-                        num_read=len(found.rows),
-                        num_left_out=len(found.rows) - len(kept.rows),
-                        num_items=count,
-                    )
-                )
-        return samples
+        found = open_source(
+            source,
+            data=config.data,
+            recipe_dir=self._recipe_dir,
+            limit=ROWS_READ,
+            needs_prompt=worker != "custom",
+            needs_columns=tuple(getattr(config.data, name) for name in _COLUMNS.get(worker, ())),
+            key=key,
+        )
+        count: int | None = len(found.rows)
+        if count == ROWS_READ:
+            count = count_items(source, self._recipe_dir)
+        kept = self._left_in(config, found, is_whole=count == len(found.rows))
+        rows += zip(kept.places, kept.rows, strict=True)
+        return SourceSample(
+            name=found.name,
+            num_read=len(found.rows),
+            num_left_out=len(found.rows) - len(kept.rows),
+            num_items=count,
+        )
 
     def _left_in(self, config: RunConfig, found: Source, *, is_whole: bool) -> Source:
         """The rows that the recipe's filter and length limit keep; nothing left is a problem when
         these are all rows there are."""
-        keep = load_filter(config.data, recipe_dir=self._loaded.recipe_dir)
+        keep = load_filter(config.data, recipe_dir=self._recipe_dir)
         if keep is not None:
             _check_accepts(keep, "data.filter", config.data.filter or "", "row")
         limit, measure = config.data.max_prompt_tokens, None
@@ -250,61 +215,41 @@ class RecipeProbe:
             self._add("problem" if is_whole else "warning", str(error))
             return replace(found, rows=(), item_ids=(), places=())
 
-    def _count(self, source: SourceConfig, num_read: int) -> int | None:
-        """Items of a file or of a sized factory result; None when counting takes too long."""
-        if num_read < ROWS_READ:
-            return num_read
-        return count_items(source, self._loaded.recipe_dir)
-
     def _render(self, config: RunConfig, rows: Sequence[PlacedRow]) -> RenderedPrompts | None:
         if self._renderer is None or not rows or config.rollout_worker.type == "custom":
             return None
-        with self._reported():
-            builder = PromptBuilder(self._renderer, config.rollout_worker, config.data)
-            prompts = [builder.of_row(row).token_ids for _, row in rows]
-            first = [int(token) for token in prompts[0]]
-            bos = self._renderer.bos_token_id
-            leading = 0
-            while bos is not None and leading < len(first) and first[leading] == bos:
-                leading += 1
-            return RenderedPrompts(
-                first_text=self._renderer.decode(prompts[0], skip_special_tokens=False),
-                lengths=[len(prompt) for prompt in prompts],
-                num_leading_bos=leading,
-            )
-        return None
+        builder = PromptBuilder(self._renderer, config.rollout_worker, config.data)
+        prompts = [builder.of_row(row).token_ids for _, row in rows]
+        bos = self._renderer.bos_token_id
+        return RenderedPrompts(
+            first_text=self._renderer.decode(prompts[0], skip_special_tokens=False),
+            lengths=[len(prompt) for prompt in prompts],
+            num_leading_bos=len(list(takewhile(lambda token: token == bos, prompts[0]))),
+        )
 
-    def _try_rows(self, config: RunConfig, rows: Sequence[PlacedRow]) -> RowTrial | None:
+    def _try_rows(self, config: RunConfig, rows: Sequence[PlacedRow]) -> int | None:
+        """Tokens of the longest row that an offline worker makes of these."""
         if self._renderer is None or not rows or config.rollout_worker.type not in OFFLINE_WORKERS:
             return None
-        with self._reported():
-            trial = try_rows(
-                config, rows, renderer=self._renderer, recipe_dir=self._loaded.recipe_dir
-            )
-            if trial.finding:
-                self._findings.append(trial.finding)
-            return trial
-        return None
+        trial = try_rows(config, rows, renderer=self._renderer, recipe_dir=self._recipe_dir)
+        if trial.finding:
+            self._findings.append(trial.finding)
+        return trial.longest
 
     def _inspect_teacher(self, config: RunConfig) -> ModelSize | None:
-        with self._reported():
-            folder = teacher_folder(config, recipe_dir=self._loaded.recipe_dir)
-            if folder is None:
-                return None
-            if self._folder is not None:
-                check_vocabulary(folder, self._folder)
-            return read_model_size(folder)
-        return None
+        folder = teacher_folder(config, recipe_dir=self._recipe_dir)
+        if folder is None:
+            return None
+        if self._folder is not None:
+            check_vocabulary(folder, self._folder)
+        return read_model_size(folder)
 
     def _probe_reward(self, config: RunConfig, rows: Sequence[Row]) -> None:
         """Score the first row's own answer, the way a run does (FR-059)."""
-        worker = config.rollout_worker
-        if worker.reward is None:
+        if config.rollout_worker.reward is None:
             return
-        with self._reported():
-            text = asyncio.run(_score_own_answer(config, self._loaded.recipe_dir, rows))
-            if text:
-                self._add("warning", text)
+        if text := asyncio.run(_score_own_answer(config, self._recipe_dir, rows)):
+            self._add("warning", text)
 
 
 async def _score_own_answer(config: RunConfig, recipe_dir: Path, rows: Sequence[Row]) -> str:
@@ -365,26 +310,6 @@ def count_items(source: SourceConfig, recipe_dir: Path) -> int | None:
         if time.monotonic() > deadline:
             return None
     return count
-
-
-def read_model_size(folder: Path) -> ModelSize | None:
-    """Size from config.json and the headers of the safetensors files; no weight is read."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        count = sum(count_elements(file) for file in sorted(folder.glob("*.safetensors")))
-    except (ValueError, OSError, struct.error) as error:
-        raise ConfigError(f"model folder {folder} cannot be read: {error}") from error
-    return model_size(config, count or None)
-
-
-def count_elements(file: Path) -> int:
-    """Elements of all tensors of a safetensors file, from its header."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    shapes = (tensor["shape"] for name, tensor in header.items() if name != "__metadata__")
-    return sum(math.prod(shape) for shape in shapes)
 
 
 def _length_by(builder: PromptBuilder) -> Callable[[Row], int]:

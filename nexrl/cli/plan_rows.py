@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from nexrl.cli.plan_text import Finding
+from nexrl.cli.plan_text import Finding, problem, warning
 from nexrl.config.schema import RunConfig
 from nexrl.errors import DataError
 from nexrl.protocols import Renderer
@@ -57,14 +57,14 @@ async def _try(worker: RolloutWorker, rows: Sequence[PlacedRow]) -> RowTrial:
             continue
         trajectories = made if isinstance(made, list) else [made]
         lengths += [len(r.token_ids) for t in trajectories for r in t.rows]
-    longest = max(lengths, default=None)
-    if not wrong:
-        return RowTrial(longest=longest, finding=None)
-    if not lengths:
-        text = f"none of the {len(rows)} rows read can be trained; the first: {wrong[0]}"
-        return RowTrial(longest=None, finding=Finding(severity="problem", text=text))
-    text = (
-        f"{len(wrong)} of the {len(rows)} rows read cannot be trained and count as failed "
-        f"rollouts; the first: {wrong[0]}"
-    )
-    return RowTrial(longest=longest, finding=Finding(severity="warning", text=text))
+    finding = None
+    if wrong and lengths:
+        finding = warning(
+            f"{len(wrong)} of the {len(rows)} rows read cannot be trained and count as failed "
+            f"rollouts; the first: {wrong[0]}"
+        )
+    elif wrong:
+        finding = problem(
+            f"none of the {len(rows)} rows read can be trained; the first: {wrong[0]}"
+        )
+    return RowTrial(longest=max(lengths, default=None), finding=finding)

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from nexrl.cli.memory_estimate import (
-    MemoryItem,
-    ModelSize,
-    estimate_memory,
-    human_bytes,
-)
-from nexrl.cli.plan_algorithm import algorithm_lines, algorithm_warnings
-from nexrl.config.loader import MAIN_STAGE, LoadedConfig
+from nexrl.cli.memory_estimate import MemoryItem, ModelSize, estimate_memory, human_bytes
+from nexrl.cli.plan_algorithm import algorithm_lines
+from nexrl.config.cautions import stage_cautions
+from nexrl.config.loader import LoadedConfig
 from nexrl.config.nodes import Origin
-from nexrl.config.rules import OFFLINE_WORKERS
+from nexrl.config.rule import OFFLINE_WORKERS
 from nexrl.config.schema import RunConfig
 
 ROWS_READ = 20
@@ -44,6 +40,16 @@ class Finding:
     """A problem makes `nexrl plan` fail; a warning does not; ok says what was checked."""
     text: str
     """One sentence with key and value."""
+
+
+def problem(text: str) -> Finding:
+    """What must be mended before a launch."""
+    return Finding(severity="problem", text=text)
+
+
+def warning(text: str) -> Finding:
+    """What works and is probably not meant."""
+    return Finding(severity="warning", text=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +146,9 @@ def build_plan(
     findings = list(machine)
     stages, memory = [], dict[str, MemoryItem]()
     for stage, seen in zip(loaded.stages, inspections, strict=True):
-        prefix = "" if stage.name == MAIN_STAGE else f"stage {stage.name}: "
-        warned = map(_warning, algorithm_warnings(stage.config))
-        stage_findings = [*seen.findings, *warned, *_lint(stage.config, seen, model)]
-        findings += [Finding(severity=f.severity, text=prefix + f.text) for f in stage_findings]
+        cautions = map(warning, stage_cautions(stage))
+        stage_findings = [*seen.findings, *cautions, *_lint(stage.config, seen, model)]
+        findings += [replace(f, text=stage.prefix + f.text) for f in stage_findings]
         stages.append(
             StagePlan(
                 name=stage.name,
@@ -295,43 +300,16 @@ def _validation_words(config: RunConfig, seen: Inspection) -> str:
 
 
 def _lint(config: RunConfig, seen: Inspection, model: ModelSize | None) -> Iterable[Finding]:
-    """Settings that work and are probably not meant."""
-    trainer, worker = config.trainer, config.rollout_worker.type
+    """What rows, tokenizer and model say against the settings."""
     if seen.prompts and seen.prompts.num_leading_bos > 1:
-        yield _problem(
+        yield problem(
             f"the first rendered prompt starts with {seen.prompts.num_leading_bos} BOS tokens; "
             "the chat template writes one and the tokenizer adds another"
         )
-    if worker in OFFLINE_WORKERS and config.data.rollout_repeat_n > 1:
-        yield _warning(
-            f"data.rollout_repeat_n is {config.data.rollout_repeat_n}, and {worker} rows of one "
-            "item are all equal: each is trained that many times"
-        )
-    validated = worker == "supervised" and config.validate_.enabled
-    if worker in OFFLINE_WORKERS and config.rollout_worker.reward and not validated:
-        yield _warning(
-            f"rollout_worker.reward is {config.rollout_worker.reward}, and rows of "
-            f"rollout_worker.type {worker} are not scored"
-        )
-    if trainer.type == "custom" and config.rollout_worker.sampling.top_p < 1:
-        yield _warning(
-            "rollout_worker.sampling.top_p is below 1: logprobs are those of the kept tokens only"
-        )
-    if trainer.optimizer.warmup_steps > trainer.num_steps * trainer.num_optimizer_steps > 0:
-        yield _warning(
-            f"trainer.optimizer.warmup_steps {trainer.optimizer.warmup_steps} is longer than the "
-            f"stage's {trainer.num_steps * trainer.num_optimizer_steps} optimizer steps"
-        )
-    yield from _lint_lengths(config, seen, model)
-
-
-def _lint_lengths(
-    config: RunConfig, seen: Inspection, model: ModelSize | None
-) -> Iterable[Finding]:
     prompt, worker = _longest_prompt(config, seen), config.rollout_worker.type
     positions = model.max_positions if model else 0
     if seen.longest_row and positions and seen.longest_row > positions:
-        yield _problem(
+        yield problem(
             f"a row of {seen.longest_row} tokens, prompt and response, is longer than the model's "
             f"{positions} positions; leave such rows out with data.filter"
         )
@@ -347,12 +325,12 @@ def _lint_lengths(
     if worker == "supervised" and not config.validate_.enabled:
         return
     if prompt >= limit:
-        yield _problem(
+        yield problem(
             f"a prompt of {prompt} tokens leaves no room in a context of {limit}; set "
             "data.max_prompt_tokens to leave such items out"
         )
     elif prompt + max_tokens > limit:
-        yield _warning(
+        yield warning(
             f"a prompt of {prompt} tokens and {key}.max_tokens {max_tokens} exceed the context of "
             f"{limit}: such completions are truncated by the context"
         )
@@ -378,20 +356,12 @@ def _memory_findings(items: Iterable[MemoryItem], machine_bytes: int) -> list[Fi
     if on_cpu <= _MEMORY_SHARE * machine_bytes:
         return []
     return [
-        _warning(
+        warning(
             f"the run wants about {human_bytes(on_cpu)} and this machine has "
             f"{human_bytes(machine_bytes)}: lower service.inference_service.max_batch or "
             "max_context, or service.train_service.micro_batch_tokens"
         )
     ]
-
-
-def _problem(text: str) -> Finding:
-    return Finding(severity="problem", text=text)
-
-
-def _warning(text: str) -> Finding:
-    return Finding(severity="warning", text=text)
 
 
 def _labelled(label: str, value: str) -> list[str]:

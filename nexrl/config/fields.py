@@ -21,6 +21,11 @@ from nexrl.config.schema import RunConfig, Section
 ITEM = "*"
 """Stands for any list index in a pattern of a key path."""
 
+_KINDS: Mapping[Any, str] = {
+    **{int: "integer", float: "number", str: "text", bool: "true or false"},
+    **{Literal: "choice", tuple: "list", dict: "mapping"},
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
@@ -29,9 +34,11 @@ class Field:
     path: tuple[str, ...]
     """Key path; `*` where a list index stands."""
     kind: str
-    """Type in words: integer, number, text, true or false, list, mapping, section."""
+    """Type in words: integer, number, text, true or false, list, mapping, choice, section."""
     accepted: str
     """What is accepted, as the end of a sentence: `an integer of at least 1`."""
+    entry: str
+    """The same of one entry of a list or mapping; empty for anything else."""
     default: Any
     """The value when the key is not written."""
     description: str
@@ -74,34 +81,28 @@ def _fields_of(section: type[Section], prefix: tuple[str, ...]) -> Iterator[Fiel
         below, is_list = _section_in(info.annotation)
         yield Field(
             path=path,
-            kind=_kind(info.annotation, below, is_list),
-            accepted=_accepted(info.annotation, info.metadata),
+            kind="section" if below and not is_list else _kind(info.annotation),
+            accepted=_accepted(info),
+            entry=_entry(info.annotation),
             default=None if below and not is_list else info.default,
-            description=_description(info, path),
+            description=_description(info, below),
             section=below,
         )
         if below:
             yield from _fields_of(below, (*path, ITEM) if is_list else path)
 
 
-def _description(info: FieldInfo, path: tuple[str, ...]) -> str:
-    if not info.description:
-        raise AssertionError(f"the schema has no sentence for {'.'.join(path)}")
-    return info.description
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
+def _description(info: FieldInfo, section: type[Section] | None) -> str:
+    text = info.description or (section.__doc__ if section else None) or ""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def _section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
     """The section that a field holds, and whether it holds a list of them."""
-    if _is_section(annotation):
-        return annotation, False
     arguments = typing.get_args(annotation)
-    if arguments and _is_section(arguments[0]):
-        return arguments[0], True
-    return None, False
+    held = arguments[0] if arguments else annotation
+    is_section = isinstance(held, type) and issubclass(held, Section)
+    return (held, bool(arguments)) if is_section else (None, False)
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:
@@ -111,44 +112,42 @@ def _without_none(annotation: Any) -> tuple[Any, bool]:
     return annotation, False
 
 
-def _kind(annotation: Any, section: type[Section] | None, is_list: bool) -> str:
-    if section:
-        return "list" if is_list else "section"
+def _kind(annotation: Any) -> str:
     plain, _ = _without_none(annotation)
-    origin = typing.get_origin(plain)
-    if origin is Literal:
-        return "choice"
-    if origin in (tuple, dict):
-        return "list" if origin is tuple else "mapping"
-    return {int: "integer", float: "number", str: "text", bool: "true or false"}[plain]
+    return _KINDS[typing.get_origin(plain) or plain]
 
 
-def _accepted(annotation: Any, metadata: list[Any]) -> str:
-    plain, optional = _without_none(annotation)
-    return _words(plain, metadata) + (", or null" if optional else "")
+def _accepted(info: FieldInfo) -> str:
+    plain, optional = _without_none(info.annotation)
+    return _words(plain) + _bounds(info.metadata) + (", or null" if optional else "")
 
 
-def _words(annotation: Any, metadata: list[Any]) -> str:
+def _entry(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if _is_section(annotation):
-        return f"a mapping with keys {', '.join(keys_of(annotation))}"
+    if origin is tuple:
+        return _words(arguments[0])
+    if origin is not dict or arguments[1] is Any:
+        return ""
+    kinds = typing.get_args(arguments[1]) or arguments[1:]
+    kinds = tuple(kind for kind in kinds if kind is not int or float not in kinds)
+    return " or ".join("null" if kind is type(None) else _words(kind) for kind in kinds)
+
+
+def _words(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return f"one of {', '.join(str(a) for a in arguments)}"
-    if origin is dict:
-        return "a mapping"
-    if origin is tuple and arguments[-1] is Ellipsis:
-        return f"a list, each entry {_words(arguments[0], [])}"
     if origin is tuple:
-        return f"a list of {len(arguments)}, each entry {_words(arguments[0], [])}"
-    if annotation is bool:
-        return "true or false"
-    if annotation is str:
-        return "a text" + _pattern_words(metadata)
-    noun = "an integer" if annotation is int else "a number"
-    return noun + _range_words(metadata)
+        of_length = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
+        return f"a list{of_length}, each entry {_entry(annotation)}"
+    section, _ = _section_in(annotation)
+    if section and not arguments:
+        return f"a mapping with keys {', '.join(keys_of(section))}"
+    nouns = {bool: "true or false", str: "a text", int: "an integer", float: "a number"}
+    return nouns.get(annotation, "a mapping")
 
 
-def _range_words(metadata: list[Any]) -> str:
+def _bounds(metadata: list[Any]) -> str:
     words = []
     for bound in metadata:
         if isinstance(bound, annotated_types.Ge):
@@ -159,12 +158,6 @@ def _range_words(metadata: list[Any]) -> str:
             words.append(f"at most {bound.le}")
         elif isinstance(bound, annotated_types.Lt):
             words.append(f"less than {bound.lt}")
+        elif pattern := getattr(bound, "pattern", None):
+            words.append(f"that matches {pattern}")
     return " " + " and ".join(words) if words else ""
-
-
-def _pattern_words(metadata: list[Any]) -> str:
-    for constraint in metadata:
-        pattern = getattr(constraint, "pattern", None)
-        if pattern:
-            return f" that matches {pattern}"
-    return ""

@@ -20,8 +20,8 @@ from nexrl.algorithms.advantages import ADVANTAGES
 from nexrl.algorithms.corrections import CORRECTION_PRESETS
 from nexrl.algorithms.losses import LOSSES
 from nexrl.algorithms.presets import Preset, find_preset
+from nexrl.config.fields import all_fields
 from nexrl.config.nodes import DEFAULT, Node, Origin, merge, wrap
-from nexrl.config.schema import RunConfig
 from nexrl.config.shorthands import SHORTHANDS
 from nexrl.errors import ConfigError
 
@@ -35,8 +35,8 @@ def implied_settings(written: Node) -> tuple[Node, list[str]]:
 
     `written` has its references resolved and its shorthands expanded.
     """
-    node = _at(written, *ALGORITHM, "preset")
-    name = RunConfig().trainer.algorithm.preset if node is None else node.value
+    node = written.at(*ALGORITHM, "preset")
+    name = all_fields()[(*ALGORITHM, "preset")].default if node is None else node.value
     if not isinstance(name, str):
         return Node({}, DEFAULT), []  # the schema names it
     try:
@@ -45,32 +45,33 @@ def implied_settings(written: Node) -> tuple[Node, list[str]]:
         where = f" ({node.key_origin or node.origin})" if node else ""
         return Node({}, DEFAULT), [f"{error}{where}"]
     parts = (preset.settings, *_shares(preset, written))
-    settings = reduce(merge, (wrap(part, _origin(f"preset {name}")) for part in parts))
+    settings = reduce(merge, (_implied(part, f"preset {name}") for part in parts))
     settings = _without_replaced(settings, written)
     layers = (*_brought(settings), settings, *_brought(written))
     return reduce(merge, layers, Node({}, DEFAULT)), []
 
 
-def _origin(words: str) -> Origin:
-    return Origin(words, implied=True)
+def _implied(settings: Any, by: str) -> Node:
+    return wrap(settings, Origin(by, implied=True))
 
 
 def _shares(preset: Preset, written: Node) -> Iterator[dict[str, Any]]:
     """A preset's settings that are a share of another setting, where that makes a number."""
     for key, (other, share) in preset.shares.items():
-        node = _at(written, *other.split("."))
-        whole = _default(other) if node is None else node.value
+        path = tuple(other.split("."))
+        node = written.at(*path)
+        whole = all_fields()[path].default if node is None else node.value
         if isinstance(whole, int) and int(share * whole):
-            yield _nested(key.split("."), int(share * whole))
+            yield _nested(tuple(key.split(".")), int(share * whole))
 
 
 def _without_replaced(settings: Node, written: Node) -> Node:
     """A preset's settings less those of sections for which another name is written."""
     for path, key in SHORTHANDS.items():
-        own, other = _at(settings, *path), _at(written, *path, key)
+        own, other = settings.at(*path), written.at(*path, key)
         if path == ALGORITHM or own is None or other is None:
             continue
-        name = own.value.get(key)
+        name = own.at(key)
         if name is None or name.value != other.value:
             kept = {k: v for k, v in own.value.items() if k in _KEPT}
             settings = _replaced(settings, path, replace(own, value=kept))
@@ -79,52 +80,36 @@ def _without_replaced(settings: Node, written: Node) -> Node:
 
 def _brought(tree: Node) -> Iterator[Node]:
     """What the names of losses, estimators and corrections in a tree bring."""
-    correction = _at(tree, *ALGORITHM, "correction")
-    preset, action = (_word(tree, "correction", key) for key in ("preset", "action"))
+
+    def word(*path: str) -> str:
+        node = tree.at(*ALGORITHM, *path)
+        return node.value if node is not None and isinstance(node.value, str) else ""
+
+    def bring(by: str, **settings: Any) -> Node:
+        return _implied(_nested(ALGORITHM, settings), by)
+
+    preset, action = word("correction", "preset"), word("correction", "action")
     if preset in CORRECTION_PRESETS and preset != "none":
-        settings = {"correction": asdict(CORRECTION_PRESETS[preset]), "recompute_proximal": True}
-        yield wrap(_nested(ALGORITHM, settings), _origin(f"correction {preset}"))
-    elif correction is not None and action not in ("", "none"):
-        settings = {"recompute_proximal": True}
-        yield wrap(_nested(ALGORITHM, settings), _origin(f"correction {action}"))
-    loss, advantage = _word(tree, "loss", "name"), _word(tree, "advantage", "name")
+        correction = asdict(CORRECTION_PRESETS[preset])
+        yield bring(f"correction {preset}", correction=correction, recompute_proximal=True)
+    elif action not in ("", "none"):
+        yield bring(f"correction {action}", recompute_proximal=True)
+    loss, advantage = word("loss", "name"), word("advantage", "name")
     if loss in LOSSES and LOSSES[loss].aggregation:
-        fixed = {"loss": {"aggregation": LOSSES[loss].aggregation}}
-        yield wrap(_nested(ALGORITHM, fixed), _origin(f"loss {loss}"))
+        yield bring(f"loss {loss}", loss={"aggregation": LOSSES[loss].aggregation})
     if advantage in ADVANTAGES and "greedy_rewards" in ADVANTAGES[advantage].needs:
-        settings = {"greedy_baseline": True}
-        yield wrap(_nested(ALGORITHM, settings), _origin(f"advantage {advantage}"))
+        yield bring(f"advantage {advantage}", greedy_baseline=True)
 
 
-def _word(tree: Node, *path: str) -> str:
-    node = _at(tree, *ALGORITHM, *path)
-    return node.value if node is not None and isinstance(node.value, str) else ""
-
-
-def _at(tree: Node, *path: str | int) -> Node | None:
-    for part in path:
-        if not isinstance(tree.value, dict) or part not in tree.value:
-            return None
-        tree = tree.value[part]
-    return tree
-
-
-def _replaced(tree: Node, path: tuple[str | int, ...], node: Node) -> Node:
+def _replaced(tree: Node, path: tuple[str, ...], node: Node) -> Node:
     if not path:
         return node
     child = _replaced(tree.value[path[0]], path[1:], node)
     return replace(tree, value={**tree.value, path[0]: child})
 
 
-def _nested(path: Any, value: Any) -> dict[str, Any]:
+def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
     for part in reversed(path):
         value = {part: value}
     nested: dict[str, Any] = value
     return nested
-
-
-def _default(key: str) -> Any:
-    value: Any = RunConfig().model_dump(by_alias=True)
-    for part in key.split("."):
-        value = value[part]
-    return value

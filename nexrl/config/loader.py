@@ -10,22 +10,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from nexrl.config.fields import wants_text
 from nexrl.config.implied import implied_settings
-from nexrl.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, merge, read_yaml, wrap
+from nexrl.config.nodes import (
+    DEFAULT,
+    Node,
+    Origin,
+    dotted,
+    merge,
+    plain_leaves,
+    read_yaml,
+    wrap,
+)
 from nexrl.config.overrides import apply_overrides, parse_overrides
 from nexrl.config.problems import raise_problems, schema_problems
 from nexrl.config.redact import secret_values
 from nexrl.config.references import resolve_references
 from nexrl.config.rules import rule_problems
-from nexrl.config.rules_stages import stage_problems
+from nexrl.config.rules_stages import mixed_heads, unread_settings
 from nexrl.config.schema import RunConfig
 from nexrl.config.shorthands import expand_shorthands
 from nexrl.config.stages import split_stages
@@ -47,6 +55,11 @@ class StageConfig:
     provenance: Mapping[str, Origin]
     """Where each value came from, by key path."""
 
+    @property
+    def prefix(self) -> str:
+        """What sentences about the stage begin with; nothing in a recipe without `stages`."""
+        return _prefix(self.name)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
@@ -58,8 +71,6 @@ class LoadedConfig:
     """Folder that paths in the recipe are relative to."""
     provenance: Mapping[str, Origin]
     """Where each value came from, by key path: a file and line, the command line, or default."""
-    raw: Mapping[str, Any]
-    """What was written, inheritance and references resolved, without defaults."""
     stages: tuple[StageConfig, ...]
     """At least one, in the order in which they run."""
     secrets: frozenset[str] = field(repr=False)
@@ -81,44 +92,43 @@ def load_run_config(recipe: Path, overrides: Sequence[str] = ()) -> LoadedConfig
     problems = [*whole.problems, *wrong]
     stages = []
     for name, stage_tree in trees or [(MAIN_STAGE, tree)]:
-        stage = _Checked.of(stage_tree)
-        found = list(stage.problems) or rule_problems(stage.require_config(), stage.tree.origins())
-        prefix = "" if name == MAIN_STAGE else f"stage {name}: "
-        problems += [prefix + text for text in found if text not in problems]
-        if stage.config:
-            stages.append(
-                StageConfig(name=name, config=stage.config, provenance=stage.provenance())
-            )
-    problems += stage_problems([(s.name, s.config, s.provenance) for s in stages])
-    raise_problems(problems, recipe=path.name)
-    raw = whole.written.plain()
+        stage = _Checked.of(stage_tree) if trees else whole
+        found = stage.problems
+        if stage.config is not None:
+            found = rule_problems(stage.config, stage.tree.origins())
+            provenance = stage.provenance(stage.config)
+            stages.append(StageConfig(name=name, config=stage.config, provenance=provenance))
+        problems += [_prefix(name) + text for text in found if text not in problems]
+    problems += [*mixed_heads(stages), *unread_settings(stages)]
+    config = whole.require_config(problems, recipe=path.name)
     return LoadedConfig(
-        config=whole.require_config(),
+        config=config,
         recipe_dir=recipe_dir,
-        provenance=whole.provenance(),
-        raw=raw,
+        provenance=whole.provenance(config),
         stages=tuple(stages),
-        secrets=whole.secrets | frozenset(secret_values(raw)),
+        secrets=whole.secrets,
     )
 
 
 def settings_alone(overrides: Sequence[str]) -> RunConfig:
     """Defaults with `key=value` settings and no recipe, for serving one service by itself."""
     checked = _Checked.of(apply_overrides(Node({}, DEFAULT), parse_overrides(overrides)))
-    raise_problems(checked.problems, recipe="the command line")
-    return checked.require_config()
+    return checked.require_config(checked.problems, recipe="the command line")
+
+
+def _prefix(stage: str) -> str:
+    return "" if stage == MAIN_STAGE else f"stage {stage}: "
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
     """A tree as the schema sees it."""
 
-    written: Node
-    """References resolved and shorthands expanded."""
     tree: Node
-    """The same on top of what its names bring with them."""
+    """References resolved and shorthands expanded, on top of what its names bring with them."""
     config: RunConfig | None
-    problems: tuple[str, ...]
+    """None when there are problems."""
+    problems: list[str]
     secrets: frozenset[str]
 
     @classmethod
@@ -139,25 +149,20 @@ class _Checked:
             config = RunConfig.model_validate_json(text, strict=True)
         except ValidationError as error:
             problems += schema_problems(error, whole.origins(), without=resolved.problems.keys())
-        return cls(
-            written=written,
-            tree=whole,
-            config=None if problems else config,
-            problems=tuple(problems),
-            secrets=resolved.secrets,
-        )
+        secrets = resolved.secrets | secret_values(written.plain())
+        return cls(whole, None if problems else config, problems, secrets)
 
-    def require_config(self) -> RunConfig:
-        """The configuration of a tree without problems."""
-        if self.config is None:
-            raise ConfigError("; ".join(self.problems))
+    def require_config(self, problems: Sequence[str], *, recipe: str) -> RunConfig:
+        """The configuration, when nothing is wrong with it or with the run around it."""
+        raise_problems(problems, recipe=recipe)
+        assert self.config is not None
         return self.config
 
-    def provenance(self) -> dict[str, Origin]:
+    def provenance(self, config: RunConfig) -> dict[str, Origin]:
         """Origin of every leaf of the configuration, defaults included."""
         origins = self.tree.origins()
-        leaves = _leaves(self.require_config().model_dump(by_alias=True), ())
-        return {dotted(path): origins.get(dotted(path), DEFAULT) for path in leaves}
+        keys = (dotted(path) for path, _ in plain_leaves(config.model_dump(by_alias=True)))
+        return {key: origins.get(key, DEFAULT) for key in keys}
 
 
 def _recipe_file(recipe: Path) -> Path:
@@ -204,14 +209,3 @@ def _default_entries(node: Node | None) -> list[Node]:
 
 def _display(path: Path, recipe_dir: Path) -> str:
     return os.path.relpath(path, recipe_dir)
-
-
-def _leaves(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, list | tuple) and value:
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
-    else:
-        yield path

@@ -11,7 +11,7 @@ date is a text, where YAML 1.1 would surprise.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,29 @@ class Node:
             for index, child in enumerate(self.value):
                 yield from child.walk((*path, index))
 
+    def at(self, *path: str) -> Node | None:
+        """The node below, by keys and indices; None where there is none."""
+        node = self
+        for part in path:
+            below = node.value
+            if isinstance(below, dict) and part in below:
+                node = below[part]
+            elif isinstance(below, list) and part.isdigit() and int(part) < len(below):
+                node = below[int(part)]
+            else:
+                return None
+        return node
+
+    def map_leaves(self, change: Callable[[Node, KeyPath], Node], path: KeyPath = ()) -> Node:
+        """The tree with a node in place of every scalar."""
+        if isinstance(self.value, dict):
+            below = {k: child.map_leaves(change, (*path, k)) for k, child in self.value.items()}
+            return replace(self, value=below)
+        if isinstance(self.value, list):
+            items = [child.map_leaves(change, (*path, i)) for i, child in enumerate(self.value)]
+            return replace(self, value=items)
+        return change(self, path)
+
     def origins(self) -> dict[str, Origin]:
         """Origin of every key path; that of the key where there is one."""
         return {dotted(path): node.key_origin or node.origin for path, node in self.walk()}
@@ -89,6 +112,18 @@ def wrap(value: Any, origin: Origin) -> Node:
     if isinstance(value, list):
         return Node([wrap(v, origin) for v in value], origin, origin)
     return Node(value, origin, origin)
+
+
+def plain_leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Key path and value of everything in a plain value that holds nothing further."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from plain_leaves(item, (*path, key))
+    elif isinstance(value, list | tuple) and value:
+        for index, item in enumerate(value):
+            yield from plain_leaves(item, (*path, index))
+    else:
+        yield path, value
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -143,7 +178,7 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         return loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}" if mark else name
+        where = f"{name}:{mark.line + 1}" if mark and name != COMMAND_LINE.file else name
         detail = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{where}: not valid YAML: {detail}") from error
     finally:

@@ -42,7 +42,9 @@ def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
         try:
             node = wrap(parse_value(value), COMMAND_LINE)
         except ConfigError as error:
-            raise ConfigError(f"{dotted(parts)}={value}: {error}") from error
+            raise ConfigError(
+                f"{text!r}: {error}; an override with spaces is written in quotes"
+            ) from error
         overrides.append(Override(parts, expand_shorthands(node, parts)))
     return tuple(overrides)
 

@@ -12,25 +12,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from nexrl.config.nodes import KeyPath, plain_leaves
+
 REDACTED = "***"
 
 _SECRET_WORDS = frozenset(
-    [
-        "apikey",
-        "apikeys",
-        "token",
-        "secret",
-        "secrets",
-        "password",
-        "passwords",
-        "passwd",
-        "passphrase",
-        "authorization",
-        "credential",
-        "credentials",
-        "cookie",
-        "bearer",
-    ]
+    "apikey apikeys token secret secrets password passwords passwd passphrase authorization "  # noqa: SIM905 - a list would be a page long
+    "credential credentials cookie bearer".split()
 )
 _SECRET_KEYS = frozenset({"api", "access", "private", "secret"})
 """Words that make a following `key` or `keys` secret."""
@@ -61,6 +49,11 @@ def is_secret_key(key: str) -> bool:
     if last in ("key", "keys"):
         return before in _SECRET_KEYS
     return last in _SECRET_WORDS and not (last == "token" and before in _TEXT_TOKENS)
+
+
+def is_secret_path(path: KeyPath) -> bool:
+    """Whether a value lies below a secret key."""
+    return any(is_secret_key(part) for part in path if isinstance(part, str))
 
 
 def redact(value: Any, *, secrets: Collection[str] = ()) -> Any:
@@ -96,16 +89,11 @@ def redact_text(text: str, *, secrets: Collection[str] = ()) -> str:
 
 def secret_values(value: Any) -> set[str]:
     """Every text below a secret key, so that it can be blanked out of other texts too."""
-    found: set[str] = set()
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if isinstance(key, str) and is_secret_key(key) and isinstance(item, str) and item:
-                found.add(item)
-            found |= secret_values(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            found |= secret_values(item)
-    return found
+    return {
+        item
+        for path, item in plain_leaves(value)
+        if isinstance(item, str) and item and is_secret_path(path)
+    }
 
 
 def _holds_secret(item: Any) -> bool:

@@ -22,6 +22,10 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{([^{}]*)\}")
 _ENV = "oc.env:"
 
 
+class _CycleError(ConfigError):
+    """A reference that leads to itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """A tree without references, and what was learnt on the way."""
@@ -43,12 +47,8 @@ def resolve_references(
     text: there an environment variable stays one, elsewhere its value is read as YAML.
     """
     resolver = _Resolver(tree, defaults, is_text)
-    resolved = resolver.resolve(tree, ())
-    return Resolved(
-        tree=resolved,
-        problems=resolver.problems,
-        secrets=frozenset(resolver.secrets),
-    )
+    resolved = tree.map_leaves(resolver.resolve)
+    return Resolved(tree=resolved, problems=resolver.problems, secrets=frozenset(resolver.secrets))
 
 
 @dataclass(slots=True)
@@ -63,44 +63,33 @@ class _Resolver:
     open: list[str] = field(default_factory=list)
 
     def resolve(self, node: Node, path: KeyPath) -> Node:
-        if isinstance(node.value, dict):
-            children = {k: self.resolve(v, (*path, k)) for k, v in node.value.items()}
-            return replace(node, value=children)
-        if isinstance(node.value, list):
-            items = [self.resolve(v, (*path, i)) for i, v in enumerate(node.value)]
-            return replace(node, value=items)
-        if isinstance(node.value, str) and "${" in node.value:
-            return self._resolve_text(node, path)
-        return node
-
-    def _resolve_text(self, node: Node, path: KeyPath) -> Node:
+        """A scalar without references; null with a problem where one cannot be resolved."""
         text = node.value
-        whole = _REFERENCE.fullmatch(text)
+        if not isinstance(text, str) or "${" not in text:
+            return node
         try:
-            if whole:
-                return self._with_origin(self._look_up(whole.group(1), path), node)
+            if whole := _REFERENCE.fullmatch(text):
+                # What was found, as if written where the reference stands.
+                found = wrap(self._look_up(whole[1], path), node.origin)
+                return replace(found, key_origin=node.key_origin)
             if "${" in _REFERENCE.sub("", text).replace("\\${", ""):
                 raise ConfigError(r"`${` without its `}` (write \${ for a literal ${)")
-            written = _REFERENCE.sub(lambda match: self._as_text(match.group(1)), text)
+            written = _REFERENCE.sub(lambda match: self._as_text(match[1]), text)
             return replace(node, value=written.replace("\\${", "${"))
         except ConfigError as error:
+            if self.open and isinstance(error, _CycleError):
+                raise  # told once, of the key that one came from
             self.problems[dotted(path)] = f"{dotted(path)}: {error} ({node.origin})"
             return replace(node, value=None)
 
     def _as_text(self, reference: str) -> str:
-        value = self._look_up(reference, None).plain()
+        value = self._look_up(reference, None)
         if isinstance(value, dict | list) or value is None:
             raise ConfigError(f"${{{reference}}} is {value!r}; within a text it must be a scalar")
         return str(value).lower() if isinstance(value, bool) else str(value)
 
-    @staticmethod
-    def _with_origin(found: Node, node: Node) -> Node:
-        """What was found, as if written where the reference stands."""
-        tree = wrap(found.plain(), node.origin)
-        return replace(tree, key_origin=node.key_origin)
-
-    def _look_up(self, reference: str, path: KeyPath | None) -> Node:
-        """What a reference stands for; `path` is None within a longer text."""
+    def _look_up(self, reference: str, path: KeyPath | None) -> Any:
+        """The value that a reference stands for; `path` is None within a longer text."""
         reference = reference.strip()
         if reference.startswith(_ENV):
             text = path is None or self.is_text(path)
@@ -111,38 +100,36 @@ class _Resolver:
             )
         if reference in self.open:
             chain = " -> ".join([*self.open[self.open.index(reference) :], reference])
-            raise ConfigError(f"references form a cycle: {chain}")
+            raise _CycleError(f"references form a cycle: {chain}")
         self.open.append(reference)
         try:
             return self._follow(reference)
         finally:
             self.open.pop()
 
-    def _follow(self, reference: str) -> Node:
-        parts = reference.split(".")
+    def _follow(self, reference: str) -> Any:
         node: Node = self.tree
         path: KeyPath = ()
-        for part in parts:
-            child = _child(self._resolved(node, path, reference, deep=False), part)
+        for part in reference.split("."):
+            if isinstance(node.value, str):  # perhaps a reference to a mapping
+                node = self._resolved(node, path, reference)
+            child = node.at(part)
             if child is None:
-                return wrap(self._default(reference, parts), self.tree.origin)
+                return self._default(reference)
             node, path = child, (*path, part)
-        return self._resolved(node, path, reference, deep=True)
+        return self._resolved(node, path, reference).plain()
 
-    def _resolved(self, node: Node, path: KeyPath, reference: str, *, deep: bool) -> Node:
-        """The node resolved, only if it is itself a reference unless `deep`; a problem inside
-        becomes a problem of `reference`."""
-        if not deep and not isinstance(node.value, str):
-            return node
+    def _resolved(self, node: Node, path: KeyPath, reference: str) -> Node:
+        """The node without references; a problem inside becomes a problem of `reference`."""
         inner = replace(self, problems={})
-        resolved = inner.resolve(node, path)
+        resolved = node.map_leaves(inner.resolve, path)
         for text in inner.problems.values():
             raise ConfigError(f"${{{reference}}} cannot be resolved: {text}")
         return resolved
 
-    def _default(self, reference: str, parts: list[str]) -> Any:
+    def _default(self, reference: str) -> Any:
         value: Any = self.defaults
-        for part in parts:
+        for part in reference.split("."):
             if not isinstance(value, Mapping) or part not in value:
                 known = sorted({dotted(path) for path, _ in self.tree.walk() if path})
                 near = difflib.get_close_matches(reference, known, 1)
@@ -151,7 +138,7 @@ class _Resolver:
             value = value[part]
         return value
 
-    def _environment(self, argument: str, *, text: bool) -> Node:
+    def _environment(self, argument: str, *, text: bool) -> Any:
         name, comma, default = argument.partition(",")
         name = name.strip()
         value = os.environ.get(name)
@@ -163,13 +150,4 @@ class _Resolver:
             value = default
         elif is_secret_key(name) and value:
             self.secrets.add(value)
-        return wrap(value if text else parse_value(value), self.tree.origin)
-
-
-def _child(node: Node, part: str) -> Node | None:
-    if isinstance(node.value, dict):
-        return node.value.get(part)
-    if isinstance(node.value, list) and part.isdigit() and int(part) < len(node.value):
-        child = node.value[int(part)]
-        return child if isinstance(child, Node) else None
-    return None
+        return value if text else parse_value(value)

@@ -1,17 +1,16 @@
-"""What the files of rules share: the shape of a broken rule, and facts that several rules judge."""
+"""Facts of a configuration that rules, cautions and the plan judge by."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from nexrl.algorithms.advantages import ADVANTAGES
 from nexrl.algorithms.losses import LOSSES
-from nexrl.algorithms.presets import PRESETS, Family
+from nexrl.algorithms.presets import PRESETS, Family, Preset
 from nexrl.config.schema import RunConfig
 
-Broken = tuple[str, ...]
-"""A sentence, and the keys that it speaks of: the first that is written is shown with its line."""
+OFFLINE_WORKERS = ("supervised", "preference", "labelled", "process")
+"""Built-in workers that read their rows: nothing is sampled, and nothing is scored."""
 ADVANTAGE_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "std": ("grpo", "gigpo", "distill"),
     "gamma": ("gae", "reinforce_pp", "step_returns", "gigpo"),
@@ -36,17 +35,6 @@ def is_reference(text: str) -> bool:
     return bool(colon and module.strip() and name.isidentifier())
 
 
-def not_a_reference(key: str, text: str) -> Broken:
-    """A text that should name a user's function and does not."""
-    return f"{key} must be `path.py:name` or `package.module:name`, got {text!r}", key
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean ppo?`, or nothing when no name is near."""
-    near = difflib.get_close_matches(name, list(names), 1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def family_of(config: RunConfig) -> Family | None:
     """Which built-in trainer runs; None for a custom one."""
     if config.trainer.type == "custom":
@@ -57,6 +45,12 @@ def family_of(config: RunConfig) -> Family | None:
 def is_rl(config: RunConfig) -> bool:
     """Whether the built-in trainer learns on sampled tokens."""
     return family_of(config) == "rl"
+
+
+def worker_of(preset: Preset) -> str:
+    """The built-in rollout worker that makes a preset's rows."""
+    worker: str = preset.settings.get("rollout_worker", {}).get("type", "single_turn")
+    return worker
 
 
 def uses_reward(config: RunConfig) -> bool:

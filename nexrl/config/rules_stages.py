@@ -1,66 +1,61 @@
 """Rules over all stages of a run: what they must agree on, and settings that none of them reads.
 
 A setting that is written once for all stages may be meant for one of them: it is refused only where
-no stage reads it. `loader.py` calls this when every stage has a valid schema.
+no stage reads it. `loader.py` calls this with the stages that have a valid schema.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from nexrl.algorithms.advantages import ADVANTAGES
 from nexrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from nexrl.algorithms.presets import PRESETS
-from nexrl.config.nodes import Origin
+from nexrl.config.fields import find_field
+from nexrl.config.nodes import Origin, dotted, plain_leaves
 from nexrl.config.problems import show
 from nexrl.config.rule import ADVANTAGE_SETTINGS, family_of, uses_critic
 from nexrl.config.schema import RunConfig
 
+if TYPE_CHECKING:
+    from nexrl.config.loader import StageConfig
+
 KEY = "trainer.algorithm"
-StageFacts = tuple[str, RunConfig, Mapping[str, Origin]]
-"""Name of a stage, its configuration, where each of its values came from."""
 
 
-def stage_problems(stages: Sequence[StageFacts]) -> list[str]:
-    """A sentence for every broken rule, with where it was written."""
-    return [*mixed_heads(stages), *unread_settings(stages)]
-
-
-def mixed_heads(stages: Sequence[StageFacts]) -> Iterator[str]:
+def mixed_heads(stages: Sequence[StageConfig]) -> Iterator[str]:
     """One policy goes through all stages, so it ends in the same head in all of them."""
-    scoring = {
-        name: PRESETS[config.trainer.algorithm.preset].family == "reward_model"
-        for name, config, _ in stages
-    }
-    if len(set(scoring.values())) > 1:
-        first = next(name for name, is_scoring in scoring.items() if is_scoring)
-        other = next(name for name, is_scoring in scoring.items() if not is_scoring)
+    scoring: dict[bool, str] = {}
+    for stage in stages:
+        family = PRESETS[stage.config.trainer.algorithm.preset].family
+        scoring.setdefault(family == "reward_model", stage.name)
+    if len(scoring) > 1:
         yield (
-            f"stages: {first!r} trains a reward model, which has a value head, and {other!r} a "
-            "language model; one policy goes through all stages (accepted: a run for each, the "
-            "second with service.train_service.model_path at a publication of the first)"
+            f"stages: {scoring[True]!r} trains a reward model, which has a value head, and "
+            f"{scoring[False]!r} a language model; one policy goes through all stages (accepted: a "
+            "run for each, the second with service.train_service.model_path at a publication of "
+            "the first)"
         )
 
 
-def unread_settings(stages: Sequence[StageFacts]) -> Iterator[str]:
+def unread_settings(stages: Sequence[StageConfig]) -> Iterator[str]:
     """What is written of the algorithm is read by the trainer of some stage."""
-    default = RunConfig().model_dump(by_alias=True)
     refused: dict[tuple[str, Origin], str] = {}
     read: set[tuple[str, Origin]] = set()
-    for name, config, origins in stages:
-        values = config.model_dump(by_alias=True)
-        prefix = f"stage {name}: " if len(stages) > 1 else ""
-        for key in _written(origins):
-            value = _value(values, key)
-            if value == _value(default, key):
+    for stage in stages:
+        for path, value in plain_leaves(stage.config.model_dump(by_alias=True)):
+            key, field = dotted(path), find_field(path)
+            origin = stage.provenance[key]
+            if origin.implied or not key.startswith(f"{KEY}."):
+                continue
+            if field is not None and value == field.default:
                 continue  # turned off again, as an override can
-            reason = _why_unread(config, key)
-            if reason:
-                text = f"{prefix}{key} is {show(value, key)}, and {reason} ({origins[key]})"
-                refused.setdefault((key, origins[key]), text)
+            if reason := _why_unread(stage.config, key):
+                text = f"{stage.prefix}{key} is {show(value, key)}, and {reason} ({origin})"
+                refused.setdefault((key, origin), text)
             else:
-                read.add((key, origins[key]))
+                read.add((key, origin))
     yield from (text for written, text in refused.items() if written not in read)
 
 
@@ -93,15 +88,3 @@ def _why_unread_by_rl(config: RunConfig, section: str, setting: str = "") -> str
     if users and estimator not in users:
         return f"{KEY}.advantage {estimator} does not read it (read by {', '.join(users)})"
     return ""
-
-
-def _written(origins: Mapping[str, Origin]) -> list[str]:
-    """Keys below `trainer.algorithm` that somebody wrote, without sections."""
-    keys = [k for k, o in origins.items() if k.startswith(f"{KEY}.") and not o.implied]
-    return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
-
-
-def _value(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, Mapping) else None
-    return values

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from nexrl.config.nodes import KeyPath, Node
 
-SHORTHANDS: Mapping[KeyPath, str] = {
+SHORTHANDS: Mapping[tuple[str, ...], str] = {
     ("trainer", "algorithm"): "preset",
     ("trainer", "algorithm", "advantage"): "name",
     ("trainer", "algorithm", "loss"): "name",
@@ -22,26 +22,21 @@ SHORTHANDS: Mapping[KeyPath, str] = {
 
 def shorthand_key(path: KeyPath) -> str | None:
     """The key that a word at this path stands for, also within a stage; None elsewhere."""
-    return SHORTHANDS.get(path[2:] if path[:1] == ("stages",) else path)
+    below = path[2:] if path[:1] == ("stages",) else path
+    return SHORTHANDS.get(tuple(map(str, below)))
 
 
-def expand_shorthands(node: Node, path: KeyPath = ()) -> Node:
-    """The tree with a mapping for every word; each keeps its origin.
+def expand_shorthands(tree: Node, path: KeyPath = ()) -> Node:
+    """The tree at a path with a mapping for every word; each keeps its origin.
 
     A reference to another key is left for when it is resolved: it may stand for a mapping.
     """
-    if isinstance(node.value, dict):
-        return replace(
-            node, value={k: expand_shorthands(v, (*path, k)) for k, v in node.value.items()}
-        )
-    if isinstance(node.value, list):
-        items = [expand_shorthands(v, (*path, i)) for i, v in enumerate(node.value)]
-        return replace(node, value=items)
-    key = shorthand_key(path)
-    if key is None or not isinstance(node.value, str) or _may_be_a_mapping(node.value):
+    return tree.map_leaves(_expanded, path)
+
+
+def _expanded(node: Node, path: KeyPath) -> Node:
+    key, text = shorthand_key(path), node.value
+    if key is None or not isinstance(text, str):
         return node
-    return replace(node, value={key: node})
-
-
-def _may_be_a_mapping(text: str) -> bool:
-    return text.startswith("${") and not text.startswith("${oc.env:")
+    may_be_a_mapping = text.startswith("${") and not text.startswith("${oc.env:")
+    return node if may_be_a_mapping else replace(node, value={key: node})

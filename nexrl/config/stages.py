@@ -6,13 +6,14 @@ override without a stage in its key holds for every stage.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from nexrl.config.nodes import Node, merge
 from nexrl.config.overrides import Override, apply_overrides
+from nexrl.config.problems import suggest
+from nexrl.errors import nearest
 
 STAGE_SECTIONS = ("data", "rollout_worker", "trajectory_pool", "trainer", "weight", "validate")
 """Sections that may differ between stages; services, launch and seed hold for the whole run."""
@@ -27,7 +28,7 @@ def split_stages(
 
     Names are read from the resolved tree. Without stages both lists are empty.
     """
-    node = tree.value.get("stages")
+    node = tree.at("stages")
     entries = node.value if node is not None and isinstance(node.value, list) else []
     base = {key: child for key, child in tree.value.items() if key != "stages"}
     common = [o for o in overrides if o.path[0] != "stages"]
@@ -36,18 +37,13 @@ def split_stages(
     for index, entry in enumerate(entries):
         if not isinstance(entry.value, dict):
             continue  # the schema names it
-        name = _name(resolved, index)
+        named = resolved.at("stages", str(index), "name")
+        name = named.value if named is not None and isinstance(named.value, str) else ""
         problems += _problems(f"stages.{index}", entry, name, [other for other, _ in stages])
         own = {key: child for key, child in entry.value.items() if key in STAGE_SECTIONS}
         merged = merge(replace(tree, value=base), Node(own, entry.origin))
         stages.append((name or str(index), apply_overrides(merged, common)))
     return stages, problems
-
-
-def _name(resolved: Node, index: int) -> str:
-    entry = resolved.value["stages"].value[index]
-    name = entry.value.get("name")
-    return name.value if name is not None and isinstance(name.value, str) else ""
 
 
 def _problems(key: str, entry: Node, name: str, others: Sequence[str]) -> list[str]:
@@ -64,10 +60,11 @@ def _problems(key: str, entry: Node, name: str, others: Sequence[str]) -> list[s
         )
     for child_key, child in entry.value.items():
         if child_key != "name" and child_key not in STAGE_SECTIONS:
-            near = difflib.get_close_matches(child_key, STAGE_SECTIONS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"it may set {', '.join(STAGE_SECTIONS)}"
-            problems.append(
-                f"{key}.{child_key} cannot be set in a stage; {hint} "
-                f"({child.key_origin or child.origin})"
-            )
+            hint = nearest(child_key, ("name", *STAGE_SECTIONS))
+            meant = "" if hint else suggest(child_key, (), STAGE_SECTIONS)
+            if meant.partition(".")[0] in STAGE_SECTIONS:
+                hint = f"; did you mean {meant}?"
+            hint = hint or f"; it may set {', '.join(STAGE_SECTIONS)}"
+            origin = child.key_origin or child.origin
+            problems.append(f"{key}.{child_key} cannot be set in a stage{hint} ({origin})")
     return problems

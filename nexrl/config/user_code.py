@@ -10,7 +10,6 @@ in one process that have files of the same name do not see each other's.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nexrl.errors import ConfigError, user_frame
+from nexrl.errors import ConfigError, nearest, user_frame
 
 _lock = threading.RLock()
 _modules_of: dict[Path, dict[str, ModuleType]] = {}
@@ -65,14 +64,11 @@ def _attribute(module_path: str, name: str, *, recipe_dir: Path, key: str) -> An
         return getattr(module, name)
     except AttributeError:
         public = [n for n in vars(module) if not n.startswith("_")]
-        near = difflib.get_close_matches(name, public, 1)
         defined = [
             n for n in public if getattr(vars(module)[n], "__module__", "") == module.__name__
         ]
-        hint = (
-            f"did you mean {near[0]}?" if near else f"it defines {', '.join(defined) or 'nothing'}"
-        )
-        raise ConfigError(f"{key}: {module_path} has no {name!r}; {hint}") from None
+        hint = nearest(name, public) or f"; it defines {', '.join(defined) or 'nothing'}"
+        raise ConfigError(f"{key}: {module_path} has no {name!r}{hint}") from None
 
 
 def _load_module(module_path: str, *, recipe_dir: Path, key: str) -> ModuleType:

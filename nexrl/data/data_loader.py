@@ -48,13 +48,12 @@ class DataLoader:
         shuffle: bool = True,
         epochs: int | None = None,
     ) -> None:
-        """`sources` must differ in name and share no item id; `epochs` None never ends."""
+        """`sources` differ in name and must share no item id; `epochs` None never ends."""
         _check_distinct(sources)
         self._sources = tuple(sources)
         self._fingerprint = _fingerprint(sources)
         self._seed = seed
         self._shuffle = shuffle
-        self._epochs = epochs
         self._passes = [_Pass(s, seed=seed, shuffle=shuffle, epochs=epochs) for s in sources]
         self._mixture = _Mixture([s.weight for s in sources], seed=seed)
         self._next_order = 0
@@ -83,22 +82,10 @@ class DataLoader:
         )
         return cls(sources, seed=seed, shuffle=config.shuffle, epochs=config.epochs)
 
-    # --- what there is ------------------------------------------------------------------------
-
     @property
     def num_items(self) -> int:
         """Items in all sources, after filters."""
         return sum(len(source.rows) for source in self._sources)
-
-    @property
-    def num_draws(self) -> int | None:
-        """Draws from start to end; None when there is no end."""
-        return None if self._epochs is None else self._epochs * self.num_items
-
-    @property
-    def num_outstanding(self) -> int:
-        """Draws issued and not yet consumed."""
-        return len(self._outstanding)
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -113,17 +100,11 @@ class DataLoader:
         """blake2b-128 of the data set: contents and weights of all sources, and the kept items."""
         return self._fingerprint
 
-    # --- draws --------------------------------------------------------------------------------
-
     def next_draw(self) -> Draw | None:
         """The next draw; None when all epochs are used up."""
-        if self._again:
-            visit = self._again.popleft()
-        else:
-            issued = self._issue()
-            if issued is None:
-                return None
-            visit = issued
+        visit = self._again.popleft() if self._again else self._issue()
+        if visit is None:
+            return None
         order, source_index, epoch, row = visit
         source = self._sources[source_index]
         item_id = source.item_ids[row]
@@ -150,14 +131,11 @@ class DataLoader:
         index = self._mixture.choose(order)
         if index is None:
             return None
-        source_pass = self._passes[index]
-        epoch, row = source_pass.advance()
-        if source_pass.epoch != epoch and source_pass.ended:
+        epoch, row = self._passes[index].advance()
+        if self._passes[index].ended:
             self._mixture.remove(index)
         self._next_order = order + 1
         return order, index, epoch, row
-
-    # --- resume -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, and what was issued and not consumed; JSON-compatible."""
@@ -312,10 +290,6 @@ def _fingerprint(sources: Sequence[Source]) -> str:
 
 
 def _check_distinct(sources: Sequence[Source]) -> None:
-    names = Counter(source.name for source in sources)
-    repeated = sorted(name for name, count in names.items() if count > 1)
-    if repeated:
-        raise ConfigError(f"two sources are named {repeated[0]!r}; give each a `name` of its own")
     owner: dict[str, str] = {}
     for source in sources if len(sources) > 1 else ():
         for item_id in source.item_ids:

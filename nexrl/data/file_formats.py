@@ -40,9 +40,6 @@ def read_rows(path: Path) -> Iterator[PlacedRow]:
     return reader(path)
 
 
-# --- text files -------------------------------------------------------------------------------
-
-
 def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
     for number, line in _read_lines(path):
         if not line.strip():
@@ -136,9 +133,6 @@ def _without_byte_order_mark(data: bytes, path: Path) -> bytes:
     return data.removeprefix(codecs.BOM_UTF8)
 
 
-# --- arrow ------------------------------------------------------------------------------------
-
-
 def _read_parquet(path: Path) -> Iterator[PlacedRow]:
     pyarrow = _import_pyarrow(path)
     from pyarrow import parquet
@@ -205,8 +199,6 @@ def _import_pyarrow(path: Path) -> Any:
         ) from error
     return pyarrow
 
-
-# --- shared -----------------------------------------------------------------------------------
 
 READERS: Mapping[str, Callable[[Path], Iterator[PlacedRow]]] = {
     ".jsonl": _read_jsonl,

@@ -123,8 +123,6 @@ def open_sources(
     `prompt_length` counts the tokens of a row's rendered prompt and is needed exactly when
     `data.max_prompt_tokens` is set. The rest is as for `open_source` and `leave_out`.
     """
-    if not sources:
-        raise ConfigError(f"{section}.sources is empty; give at least one path or factory")
     if data.max_prompt_tokens is not None and prompt_length is None:
         raise ConfigError(
             f"data.max_prompt_tokens is {data.max_prompt_tokens}, but this kind of rollout worker "
@@ -162,19 +160,16 @@ def leave_out(
     left_out: dict[str, list[str]] = {}
     kept: list[int] = []
     for i, row in enumerate(source.rows):
-        reason = None
         if keep is not None and not _user_verdict(keep, row, source.places[i]):
-            reason = "filter"
+            left_out.setdefault("filter", []).append(source.item_ids[i])
         elif (
             max_prompt_tokens is not None
             and prompt_length is not None
             and prompt_length(row) > max_prompt_tokens
         ):
-            reason = "overlong"
-        if reason is None:
-            kept.append(i)
+            left_out.setdefault("overlong", []).append(source.item_ids[i])
         else:
-            left_out.setdefault(reason, []).append(source.item_ids[i])
+            kept.append(i)
     for reason, ids in left_out.items():
         logger.info(
             "source %s: %d of %d items left out (%s): %s%s",
@@ -204,13 +199,7 @@ def load_filter(data: DataConfig, *, recipe_dir: Path) -> Keep | None:
     return keep
 
 
-# --- reading ----------------------------------------------------------------------------------
-
-
 def _rows_of(source: SourceConfig, *, recipe_dir: Path, key: str) -> Iterator[PlacedRow]:
-    if (source.path is None) == (source.factory is None):
-        given = "neither" if source.path is None else "both"
-        raise ConfigError(f"{key} needs exactly one of `path` and `factory`, got {given}")
     if source.path is not None:
         return read_rows(_find(source.path, recipe_dir=recipe_dir, key=f"{key}.path"))
     return _rows_of_factory(source, recipe_dir=recipe_dir, key=key)
@@ -219,13 +208,12 @@ def _rows_of(source: SourceConfig, *, recipe_dir: Path, key: str) -> Iterator[Pl
 def _find(path: str, *, recipe_dir: Path, key: str) -> Path:
     """A path relative to the recipe folder, else to the working directory."""
     candidates = [recipe_dir / path, Path(path)]
-    for candidate in candidates:
-        if candidate.exists():
-            return candidate
-    folder = candidates[0].parent
-    near = difflib.get_close_matches(
-        candidates[0].name, [p.name for p in folder.iterdir()] if folder.is_dir() else [], n=1
-    )
+    found = next((candidate for candidate in candidates if candidate.exists()), None)
+    if found is not None:
+        return found
+    name, folder = candidates[0].name, candidates[0].parent
+    present = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(name, present, n=1)
     tried = " and ".join(dict.fromkeys(str(c.absolute()) for c in candidates))
     raise ConfigError(
         f"{key}: {path!r} does not exist; tried {tried}"
@@ -273,9 +261,6 @@ def _user_verdict(keep: Keep, row: Any, place: str) -> bool:
     return bool(verdict)
 
 
-# --- checking ---------------------------------------------------------------------------------
-
-
 def _check_prompt(row: Mapping[str, Any], place: str, data: DataConfig) -> None:
     prompt = row.get(data.prompt_key)
     if isinstance(prompt, str):
@@ -290,9 +275,10 @@ def _check_prompt(row: Mapping[str, Any], place: str, data: DataConfig) -> None:
             f"{place}: column {data.prompt_key!r} must be a string, got "
             f"{type(prompt).__name__}{hint}"
         )
-    if data.messages_key not in row or row[data.messages_key] is None:
+    messages = row.get(data.messages_key)
+    if messages is None:
         raise DataError(_no_prompt(row, place, data))
-    _check_messages(row[data.messages_key], f"{place}: column {data.messages_key!r}")
+    _check_messages(messages, f"{place}: column {data.messages_key!r}")
 
 
 def _check_messages(messages: Any, where: str) -> None:

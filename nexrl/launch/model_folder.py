@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import inspect
 import os
-import shutil
 import sysconfig
 import tempfile
 from collections.abc import Callable
@@ -72,22 +71,20 @@ def resolve_model_folder(config: RunConfig, *, recipe_dir: Path) -> Path:
 
 
 def _make(config: RunConfig, target: Path, *, recipe_dir: Path) -> None:
-    reference = config.service.train_service.model_factory or ""
+    reference = config.service.train_service.model_factory
+    assert reference, "`cached_folder` has refused"
     factory = load_user_object(reference, recipe_dir=recipe_dir, key=_KEY)
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as draft:
         try:
-            factory(draft, config.seed)
+            factory(Path(draft), config.seed)
         except Exception as error:
             raise UserCodeError(
                 f"{_KEY}: {reference} raised {type(error).__name__}: {error} ({user_frame(error)})"
             ) from error
-        if not (draft / "config.json").is_file():
+        if not (Path(draft) / "config.json").is_file():
             raise UserCodeError(
                 f"{_KEY}: {reference} wrote no config.json into the folder it was given"
             )
         if not target.exists():
             os.replace(draft, target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

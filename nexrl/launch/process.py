@@ -13,14 +13,16 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nexrl.errors import DeadlineError, ServiceError
 from nexrl.services.http import PARENT_PIPE_VARIABLE
 
 TOKEN_VARIABLE = "NEXRL_SERVICE_TOKEN"  # noqa: S105 - the variable's name, not a secret
-LOG_LINES_QUOTED = 50
+_LOG_LINES_QUOTED = 50
+_DRAIN_DEADLINE_S = 1.0
+"""Seconds in which the last output of a process that has ended must have arrived."""
 THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Threads of one service that spin at a barrier take the core that another service needs."""
 
@@ -35,6 +37,9 @@ class ChildProcess:
         self.port = 0
         self._shutdown_deadline_s = shutdown_deadline_s
         self._process: asyncio.subprocess.Process | None = None
+        self._input = -1  # its other end is the child's standard input; -1 is none
+        self._output = asyncio.StreamReader()
+        self._output_transport: asyncio.ReadTransport | None = None
         self._drain: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -45,60 +50,80 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Process id; None before it starts."""
         return self._process.pid if self._process else None
 
-    async def start(
-        self, command: Sequence[str], *, environment: Mapping[str, str], start_deadline_s: float
-    ) -> None:
+    async def start(self, command: Sequence[str], *, start_deadline_s: float) -> None:
         """Start and wait for the ready line; ServiceError with the log's end when it exits first."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log_file:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log_file,
-                env={
-                    **THREAD_ENVIRONMENT,
-                    **os.environ,
-                    **environment,
-                    TOKEN_VARIABLE: self.token,
-                    PARENT_PIPE_VARIABLE: "1",
-                },
-                # Ctrl-C in a terminal reaches the whole foreground group: only the controller
-                # decides when a service stops.
-                start_new_session=True,
-            )
+        # Pipes of our own: asyncio's `wait` also waits for its pipes to close, and what the child has
+        # started may outlive it and hold them open.
+        stdin, self._input = os.pipe()
+        output, stdout = os.pipe()
+        self._output_transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(self._output), os.fdopen(output, "rb")
+        )
+        try:
+            with self.log.open("ab") as log_file:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=log_file,
+                    env={
+                        **THREAD_ENVIRONMENT,
+                        **os.environ,
+                        TOKEN_VARIABLE: self.token,
+                        PARENT_PIPE_VARIABLE: "1",
+                    },
+                    # Ctrl-C in a terminal reaches the whole foreground group: only the controller
+                    # decides when a service stops.
+                    start_new_session=True,
+                )
+        finally:
+            os.close(stdin)
+            os.close(stdout)
         try:
             async with asyncio.timeout(start_deadline_s):
-                self.port = await self._read_port()
+                self.port = await self._ready_port(self._process)
         except TimeoutError as error:
-            await self.aclose()
             raise DeadlineError(
                 f"{self.name} was not ready within {start_deadline_s:g} s; {self._log_end()}"
             ) from error
+        finally:
+            if not self.port:
+                await self.aclose()
         self._drain = asyncio.create_task(self._drain_output(), name=f"drain {self.name}")
 
-    async def _read_port(self) -> int:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                if isinstance(message, dict) and "ready" in message:
-                    return int(message["port"])
-            self._append_log(line)
-        code = await self._process.wait()
+    async def _ready_port(self, process: asyncio.subprocess.Process) -> int:
+        reading = asyncio.create_task(self._read_port())
+        ending = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reading], timeout=_DRAIN_DEADLINE_S)
+            if reading.done() and (port := reading.result()):
+                return port
+            code = await ending
+        finally:
+            reading.cancel()
+            ending.cancel()
         raise ServiceError(
             f"{self.name} ended before it was ready ({describe_exit(code)}); {self._log_end()}",
             retryable=False,
         )
 
+    async def _read_port(self) -> int:
+        """The port of the ready line; 0 when the output ends without one."""
+        async for line in self._output:
+            with contextlib.suppress(ValueError):
+                message = json.loads(line)
+                if isinstance(message, dict) and "ready" in message:
+                    return int(message["port"])
+            self._append_log(line)
+        return 0
+
     async def _drain_output(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+        async for line in self._output:
             self._append_log(line)
 
     def _append_log(self, line: bytes) -> None:
@@ -106,7 +131,7 @@ class ChildProcess:
             log_file.write(line)
 
     def _log_end(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_QUOTED:]
+        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES_QUOTED:]
         quoted = "\n".join(f"  | {line}" for line in lines) or "  | (empty)"
         return f"the end of {self.log}:\n{quoted}"
 
@@ -124,9 +149,19 @@ class ChildProcess:
     async def aclose(self) -> None:
         """Ask to stop, wait, kill; idempotent."""
         self._closing = True
-        process = self._process
-        if process is None:
-            return
+        if self._process is not None:
+            await self._end(self._process)
+        if self._drain is not None:
+            # What the child has started may live on and hold its output open.
+            await asyncio.wait([self._drain], timeout=_DRAIN_DEADLINE_S)
+            self._drain.cancel()
+            self._drain = None
+        if self._output_transport is not None:
+            self._output_transport.close()
+            os.close(self._input)
+            self._output_transport, self._input = None, -1
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -136,12 +171,7 @@ class ChildProcess:
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-                await process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
-        if self._drain is not None:
-            await self._drain
-            self._drain = None
+        await process.wait()
 
 
 def describe_exit(code: int) -> str:

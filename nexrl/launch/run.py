@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from nexrl.checkpoint import (
     load_policies,
     read_state,
 )
+from nexrl.config.cautions import run_cautions
 from nexrl.config.loader import LoadedConfig, load_run_config
 from nexrl.config.schema import RunConfig
 from nexrl.controller import Controller, Stage, StageResult
@@ -47,7 +49,8 @@ from nexrl.report.summary import RunStatus, summarize_run, summarize_stages, wri
 from nexrl.types import DEFAULT_POLICY, LedgerSnapshot, ModelSpec, PolicyVersion
 from nexrl.weight_sync.controller import WeightSyncController
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+log = logging.getLogger(__name__)
+EXIT_CODES: Mapping[RunStatus, int] = {"completed": 0, "failed": 1, "interrupted": 130}
 
 
 def launch(recipe: Path, overrides: Sequence[str] = (), *, resume: str | None = None) -> int:
@@ -56,11 +59,19 @@ def launch(recipe: Path, overrides: Sequence[str] = (), *, resume: str | None = 
         os.environ.setdefault(name, value)
     extra = [] if resume is None else [f"resume={json.dumps(resume)}"]
     loaded = load_run_config(recipe, [*overrides, *extra])
+    for text in run_cautions(loaded):
+        print(f"warning: {text}", file=sys.stderr)  # noqa: T201
     folder, checkpoint = _open_run_folder(loaded.config)
     try:
-        return asyncio.run(_Run(loaded, folder, checkpoint).main())
+        return asyncio.run(_run(loaded, folder, checkpoint))
     finally:
         folder.close()
+
+
+async def _run(
+    loaded: LoadedConfig, folder: RunFolder, checkpoint: tuple[Path, CheckpointManifest] | None
+) -> int:
+    return await _Run(loaded, folder, checkpoint).main()
 
 
 def _open_run_folder(
@@ -69,20 +80,15 @@ def _open_run_folder(
     """A new folder, or the one to resume with its newest checkpoint."""
     if config.resume is None:
         return RunFolder.create(config.launch.run_root, config.experiment_name), None
-    path: Path | None = Path(config.resume)
-    if config.resume == "latest":
-        path = find_latest(config.launch.run_root, config.experiment_name)
-        if path is None:
+    path: str | Path = config.resume
+    if path == "latest":
+        newest = find_latest(config.launch.run_root, config.experiment_name)
+        if newest is None:
             raise ConfigError(
                 f"resume: no run of experiment {config.experiment_name!r} under "
                 f"{config.launch.run_root!r}"
             )
-    assert path is not None
-    if path.is_dir() and not (path / "config.yaml").is_file():
-        raise ConfigError(
-            f"resume: {path} is not a run folder, it has no config.yaml (accepted: the folder of a "
-            "run, latest)"
-        )
+        path = newest
     folder = RunFolder.open(path)
     return folder, CheckpointStore(folder.checkpoints, keep_last=1).latest()
 
@@ -91,7 +97,6 @@ def _open_run_folder(
 class _Outcome:
     status: RunStatus = "failed"
     exit_reason: str = ""
-    exit_code: int = EXIT_FAILED
     error: BaseException | None = None
     ledgers: list[LedgerSnapshot] = field(default_factory=list)
     time_shares: dict[str, Mapping[str, float]] = field(default_factory=dict)
@@ -111,44 +116,50 @@ class _Run:
         self._config = loaded.config
         self._folder = folder
         self._checkpoint = checkpoint
+        self._global_step = checkpoint[1].global_step if checkpoint else 0
+        self._resumed_step = self._global_step if loaded.config.resume is not None else None
         self._head = policy_head(loaded.stages)
         self._outcome = _Outcome()
         self._resolved: dict[str, Any] = loaded.config.model_dump(mode="json", by_alias=True)
         self._shown_path = os.path.relpath(folder.path)
+        monitor = loaded.config.runtime_monitor
+        self._tracker = ActivityTracker(monitor)
+        self._view = LiveView(self._tracker, mode=monitor.live, plain_every_s=monitor.plain_every_s)
 
     async def main(self) -> int:
         """The whole run; never raises for what a run can meet."""
-        monitor = self._config.runtime_monitor
-        tracker = ActivityTracker(monitor)
-        view = LiveView(tracker, mode=monitor.live, plain_every_s=monitor.plain_every_s)
-        async with view:
-            await self._guarded(self._record(tracker, view))
-        self._write_outcome(tracker)
-        if self._outcome.status == "interrupted":
+        async with self._view:
+            await self._guarded(self._record())
+        status = self._outcome.status
+        code = EXIT_CODES[status]
+        try:
+            self._write_outcome()
+        except (OSError, StoreError) as error:  # a full disk must not hide what ended the run
+            print(f"the summary and the report could not be written: {error}", file=sys.stderr)  # noqa: T201
+            code = code or EXIT_CODES["failed"]
+        self._print_outcome()
+        if status == "interrupted":
             # What a thread of start-up still does (a model factory, loading) is not waited for.
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        return self._outcome.exit_code
+        return code
 
-    async def _record(self, tracker: ActivityTracker, view: LiveView) -> None:
+    async def _record(self) -> None:
         """Open what the run is recorded in, work, close it."""
-        view.say(f"run folder: {self._shown_path}")
+        self._view.say(f"run folder: {self._shown_path}")
         self._folder.open_log()
+        for text in run_cautions(self._loaded):
+            log.warning("%s", text)
         code_version = self._folder.write_origin(self._resolved, secrets=self._loaded.secrets)
         sink = MetricSink(
             self._folder.metrics,
             clock=asyncio.get_running_loop().time,
             loggers=self._loggers(),
-            resumed_step=self._resumed_step(),
+            resumed_step=self._resumed_step,
         )
         try:
-            await self._work(tracker, sink, view, code_version)
+            await self._work(sink, code_version)
         finally:
             sink.close()
-
-    def _resumed_step(self) -> int | None:
-        if self._config.resume is None:
-            return None
-        return self._checkpoint[1].global_step if self._checkpoint else 0
 
     async def _guarded(self, work: Any) -> None:
         """Turn signals and errors into an outcome; a second signal ends the process at once."""
@@ -158,7 +169,7 @@ class _Run:
 
         def interrupt(name: str) -> None:
             if caught:
-                os._exit(EXIT_INTERRUPTED)
+                os._exit(EXIT_CODES["interrupted"])
             caught.append(name)
             task.cancel()
 
@@ -168,9 +179,9 @@ class _Run:
         outcome = self._outcome
         try:
             await task
-            outcome.status, outcome.exit_code = "completed", EXIT_OK
+            outcome.status = "completed"
         except asyncio.CancelledError:
-            outcome.status, outcome.exit_code = "interrupted", EXIT_INTERRUPTED
+            outcome.status = "interrupted"
             outcome.exit_reason = f"stopped by {caught[0] if caught else 'cancellation'}"
         except BaseException as error:  # noqa: BLE001 - every failure becomes summary, text and exit code
             outcome.error = error
@@ -188,7 +199,7 @@ class _Run:
             from nexrl.activity.loggers import TensorBoardLogger
 
             loggers.append(
-                TensorBoardLogger(self._folder.tensorboard, resumed_step=self._resumed_step())
+                TensorBoardLogger(self._folder.tensorboard, resumed_step=self._resumed_step)
             )
         if "wandb" in self._config.logger:
             from nexrl.activity.loggers import WandbLogger
@@ -206,13 +217,8 @@ class _Run:
 
     # --- the work -----------------------------------------------------------------------------
 
-    async def _work(
-        self,
-        tracker: ActivityTracker,
-        sink: MetricSink,
-        view: LiveView,
-        code_version: Mapping[str, Any],
-    ) -> None:
+    async def _work(self, sink: MetricSink, code_version: Mapping[str, Any]) -> None:
+        tracker = self._tracker
         with tracker.activity("setup", "model folder"):
             model_folder = await asyncio.to_thread(
                 resolve_model_folder, self._config, recipe_dir=self._loaded.recipe_dir
@@ -234,61 +240,59 @@ class _Run:
             store = self._open_store(sink.segment)
             if store is not None:
                 stack.push_async_callback(store.aclose)
-            self._list_differences(tracker)
+            self._list_differences()
             async with _supervised(services):
                 version = await self._load_weights(services, model_folder, sink.segment)
                 controller = Controller(
                     train=services.train,
-                    weight_sync=self._weight_sync(services, tracker, recorder),
+                    weight_sync=self._weight_sync(services, recorder),
                     tracker=tracker,
                     sink=sink,
                     version=version,
-                    global_step=self._checkpoint[1].global_step if self._checkpoint else 0,
-                    view=view,
+                    global_step=self._global_step,
+                    view=self._view,
                     recorder=recorder,
                     code_version=code_version,
                     resolved_config=self._resolved,
                 )
                 await controller.start()
-                around = {
-                    "recipe_dir": self._loaded.recipe_dir,
-                    "run_id": f"{self._folder.name}#{version.incarnation}",
-                    "train": services.train,
-                    "inference": services.inference,
-                    "engine": await services.inference.info(),
-                    "renderer": renderer,
-                    "store": store,
-                    "tracker": tracker,
-                    "recorder": recorder,
-                    "checkpoints": self._folder.checkpoints,
-                }
-                await self._run_stages(controller, around, tracker, view)
+                around = StageSurroundings(
+                    recipe_dir=self._loaded.recipe_dir,
+                    run_id=f"{self._folder.name}#{version.incarnation}",
+                    train=services.train,
+                    inference=services.inference,
+                    engine=await services.inference.info(),
+                    renderer=renderer,
+                    store=store,
+                    tracker=tracker,
+                    recorder=recorder,
+                    checkpoints=self._folder.checkpoints,
+                )
+                await self._run_stages(controller, around)
 
-    async def _run_stages(
-        self,
-        controller: Controller,
-        around: Mapping[str, Any],
-        tracker: ActivityTracker,
-        view: LiveView,
-    ) -> None:
+    async def _run_stages(self, controller: Controller, around: StageSurroundings) -> None:
+        tracker = self._tracker
         manifest = self._checkpoint[1] if self._checkpoint else None
         self._outcome.exit_reason = "every stage was done before this resume"
         for index, stage_config in enumerate(self._loaded.stages):
             if manifest and (index, not manifest.stage_done) < (manifest.stage_index, True):
                 continue
             with tracker.activity("setup", f"stage {stage_config.name}"):
-                surroundings = StageSurroundings(version=controller.version, **around)
-                stage = await asyncio.to_thread(build_stage, stage_config, index, surroundings)
+                stage = await asyncio.to_thread(
+                    build_stage, stage_config, index, around, controller.version
+                )
             result = StageResult(name=stage_config.name)
             if manifest and self._checkpoint and index == manifest.stage_index:
                 _restore(stage, result, self._checkpoint)
                 await load_policies(
-                    self._checkpoint[0], surroundings.train, stage.trainer.further_policies
+                    self._checkpoint[0], around.train, stage.trainer.further_policies
                 )
             elif index:
-                await surroundings.train.reset_optimizer(DEFAULT_POLICY)
-            tracker.begin_stage(stage_config.name)
-            view.say(f"stage {stage_config.name}: {stage_config.config.trainer.num_steps} batches")
+                await around.train.reset_optimizer(DEFAULT_POLICY)
+            tracker.begin_stage()
+            self._view.say(
+                f"stage {stage_config.name}: {stage_config.config.trainer.num_steps} batches"
+            )
             try:
                 await controller.run_stage(stage, result)
             finally:
@@ -296,36 +300,30 @@ class _Run:
                 self._outcome.time_shares[stage_config.name] = tracker.stage_time_share()
             _refuse_all_failed(stage, tracker)
             self._outcome.exit_reason = result.stopped_early or "all batches are trained"
-            view.say(f"stage {stage_config.name} ended: {self._outcome.exit_reason}")
+            self._view.say(f"stage {stage_config.name} ended: {self._outcome.exit_reason}")
 
     async def _load_weights(
         self, services: Services, model_folder: Path, incarnation: int
     ) -> PolicyVersion:
         """Weights and version to begin with; every start of the run is an incarnation."""
-        spec = ModelSpec(
-            policy=DEFAULT_POLICY,
-            path=str(model_folder),
-            head=self._head,
-            seed=self._config.seed,
-        )
+        spec = ModelSpec(path=str(model_folder), head=self._head, seed=self._config.seed)
         if self._checkpoint is None:
             await services.train.create(spec)
-            return PolicyVersion(policy=DEFAULT_POLICY, incarnation=incarnation, number=0)
+            return PolicyVersion(incarnation=incarnation)
         folder, manifest = self._checkpoint
         await load_policies(folder, services.train, [spec])
-        old = manifest.policy_version
-        return PolicyVersion(policy=old.policy, incarnation=incarnation, number=old.number)
+        return replace(manifest.policy_version, incarnation=incarnation)
 
-    def _list_differences(self, tracker: ActivityTracker) -> None:
+    def _list_differences(self) -> None:
         """A resume with another configuration is allowed, and said."""
         if self._checkpoint is None:
             return
         for text in config_differences(self._checkpoint[1].config, self._resolved):
             if not text.startswith("resume:"):
-                tracker.warn(f"this setting differs from the run that is resumed: {text}")
+                self._tracker.warn(f"this setting differs from the run that is resumed: {text}")
 
     def _weight_sync(
-        self, services: Services, tracker: ActivityTracker, recorder: DumpRecorder | None
+        self, services: Services, recorder: DumpRecorder | None
     ) -> WeightSyncController:
         engines = services.engines
         if recorder is not None:
@@ -335,7 +333,7 @@ class _Run:
             engines=engines,
             config=self._config.weight,
             folder=self._folder.publications,
-            tracker=tracker,
+            tracker=self._tracker,
         )
 
     def _recorder(self, code_version: Mapping[str, Any]) -> DumpRecorder | None:
@@ -364,37 +362,31 @@ class _Run:
 
     # --- the end ------------------------------------------------------------------------------
 
-    def _write_outcome(self, tracker: ActivityTracker) -> None:
-        """Summary, report, and the last words on the screen."""
+    def _write_outcome(self) -> None:
+        """Summary and report."""
         outcome = self._outcome
-        try:
-            self._write_summary(tracker)
-            # Drawing takes longer than a person who pressed Ctrl-C waits.
-            write_report(self._folder.path, draw=outcome.status != "interrupted")
-        except (OSError, StoreError) as error:  # a full disk must not hide what ended the run
-            print(f"the summary and the report could not be written: {error}", file=sys.stderr)  # noqa: T201
-            outcome.exit_code = outcome.exit_code or EXIT_FAILED
-        quiet = self._config.runtime_monitor.live == "off"
-        report = f"{self._shown_path}/{self._folder.report.name}"
-        if outcome.status == "failed" and outcome.error is not None:
-            print(f"\nreport: {report}\n", file=sys.stderr)  # noqa: T201
-            print(format_failure(outcome.error, secrets=self._loaded.secrets), file=sys.stderr)  # noqa: T201
-        elif not quiet:
-            print(f"{outcome.status}: {outcome.exit_reason}\nreport: {report}")  # noqa: T201
-
-    def _write_summary(self, tracker: ActivityTracker) -> None:
-        outcome = self._outcome
-        stages = summarize_stages(
-            read_metrics(self._folder.metrics), time_shares=outcome.time_shares
-        )
         summary = summarize_run(
-            tracker,
+            self._tracker,
             status=outcome.status,
             exit_reason=outcome.exit_reason,
-            stages=stages,
-            ledger=_sum_ledgers(outcome.ledgers),
+            stages=summarize_stages(
+                read_metrics(self._folder.metrics), time_shares=outcome.time_shares
+            ),
+            ledger=LedgerSnapshot.sum(outcome.ledgers) if outcome.ledgers else None,
         )
         write_summary(self._folder.summary, summary)
+        # Drawing takes longer than a person who pressed Ctrl-C waits.
+        write_report(self._folder.path, draw=outcome.status != "interrupted")
+
+    def _print_outcome(self) -> None:
+        """The last words on the screen."""
+        outcome = self._outcome
+        report = f"report: {self._shown_path}/{self._folder.report.name}"
+        if outcome.status == "failed" and outcome.error is not None:
+            print(f"\n{report}\n", file=sys.stderr)  # noqa: T201
+            print(format_failure(outcome.error, secrets=self._loaded.secrets), file=sys.stderr)  # noqa: T201
+        elif self._config.runtime_monitor.live != "off":
+            print(f"{outcome.status}: {outcome.exit_reason}\n{report}")  # noqa: T201
 
 
 @asynccontextmanager
@@ -435,10 +427,3 @@ def _refuse_all_failed(stage: Stage, tracker: ActivityTracker) -> None:
             f"all {failed} rollouts of stage {stage.name} failed; most of them: {worst}",
             failure_class=worst.first.failure_class,
         )
-
-
-def _sum_ledgers(ledgers: Sequence[LedgerSnapshot]) -> LedgerSnapshot | None:
-    """One ledger over all stages of this process."""
-    if not ledgers:
-        return None
-    return ledgers[0] if len(ledgers) == 1 else LedgerSnapshot.sum(ledgers)

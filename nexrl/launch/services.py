@@ -27,7 +27,7 @@ from nexrl.services.train.local import make_local_train_service
 from nexrl.services.train.protocol import TrainService
 
 Head = Literal["lm", "value"]
-SHARED_SWITCH_INTERVAL_S = 0.0002
+_SHARED_SWITCH_INTERVAL_S = 0.0002
 """With services in process, the engine's thread asks for the interpreter hundreds of times a step;
 at the default of 5 ms each busy moment of the event loop holds it up that long."""
 
@@ -48,10 +48,6 @@ class Services:
         """Those that published weights are loaded into."""
         return () if isinstance(self.inference, AbsentInference) else (self.inference,)
 
-    def log_of(self, name: str) -> Path | None:
-        """The log file of a child by name."""
-        return next((child.log for child in self.children if child.name == name), None)
-
 
 def policy_head(stages: Sequence[StageConfig]) -> Head:
     """What the trained policy ends in: a value head when it becomes a reward model.
@@ -70,47 +66,36 @@ async def local_services(
 
     With head="value" no engine is started: there are no tokens to draw from such a policy.
     """
-    children: list[ChildProcess] = []
-    if "in_process" in (
-        config.service.train_service.placement,
-        config.service.inference_service.placement,
-    ):
-        sys.setswitchinterval(SHARED_SWITCH_INTERVAL_S)
+    service = config.service
+    if "in_process" in (service.train_service.placement, service.inference_service.placement):
+        sys.setswitchinterval(_SHARED_SWITCH_INTERVAL_S)
+    train_child, inference_child = children = [
+        ChildProcess(
+            name,
+            log=logs / f"{name}.log",
+            shutdown_deadline_s=config.launch.shutdown_deadline_s,
+        )
+        for name in ("train", "inference")
+    ]
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(_close_children, children)
+        stack.push_async_callback(_close_all, children)
         async with asyncio.TaskGroup() as starting:
-            train_task = starting.create_task(_start_train(config, logs, children))
-            inference_task = starting.create_task(
-                _start_inference(config, model_folder, logs, children, head)
+            train_start = starting.create_task(_start_train(config, train_child))
+            inference_start = starting.create_task(
+                _start_inference(config, model_folder, head, inference_child)
             )
-        train, inference = train_task.result(), inference_task.result()
+        train, inference = train_start.result(), inference_start.result()
         stack.push_async_callback(train.aclose)
         stack.push_async_callback(inference.aclose)
-        yield Services(train=train, inference=inference, children=tuple(children))
+        running = tuple(child for child in children if child.pid is not None)
+        yield Services(train=train, inference=inference, children=running)
 
 
-async def _close_children(children: list[ChildProcess]) -> None:
+async def _close_all(children: Sequence[ChildProcess]) -> None:
     await asyncio.gather(*(child.aclose() for child in children))
 
 
-async def _start_child(
-    name: str,
-    arguments: list[str],
-    config: RunConfig,
-    logs: Path,
-    children: list[ChildProcess],
-    start_deadline_s: float,
-) -> ChildProcess:
-    child = ChildProcess(
-        name, log=logs / f"{name}.log", shutdown_deadline_s=config.launch.shutdown_deadline_s
-    )
-    children.append(child)
-    command = [sys.executable, "-m", f"nexrl.services.{name}.server", *arguments]
-    await child.start(command, environment={}, start_deadline_s=start_deadline_s)
-    return child
-
-
-async def _start_train(config: RunConfig, logs: Path, children: list[ChildProcess]) -> TrainService:
+async def _start_train(config: RunConfig, child: ChildProcess) -> TrainService:
     service = config.service.train_service
     if service.url is None and service.placement == "in_process":
         return await asyncio.to_thread(
@@ -120,15 +105,13 @@ async def _start_train(config: RunConfig, logs: Path, children: list[ChildProces
     if url is None:
         arguments = ["--config", service.model_dump_json(exclude={"api_key"})]
         arguments += ["--deterministic"] if config.deterministic else []
-        child = await _start_child(
-            "train", arguments, config, logs, children, service.start_deadline_s
-        )
+        await child.start(_server("train", *arguments), start_deadline_s=service.start_deadline_s)
         url, token = child.url, child.token
     return HttpTrainService(url, token=token, request_deadline_s=service.request_deadline_s)
 
 
 async def _start_inference(
-    config: RunConfig, model_folder: Path, logs: Path, children: list[ChildProcess], head: Head
+    config: RunConfig, model_folder: Path, head: Head, child: ChildProcess
 ) -> InferenceService:
     service = config.service.inference_service
     if head == "value":
@@ -146,14 +129,16 @@ async def _start_inference(
             "deterministic": config.deterministic,
             "service": service.model_dump(mode="json", exclude={"api_key"}),
         }
-        child = await _start_child(
-            "inference", [json.dumps(settings)], config, logs, children, service.start_deadline_s
-        )
+        command = _server("inference", json.dumps(settings))
+        await child.start(command, start_deadline_s=service.start_deadline_s)
         url, token = child.url, child.token
     return HttpInferenceService(
         url,
-        model=service.model,
         token=token,
         request_deadline_s=service.request_deadline_s,
         connect_deadline_s=service.connect_deadline_s,
     )
+
+
+def _server(service: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"nexrl.services.{service}.server", *arguments]

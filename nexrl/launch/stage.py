@@ -7,7 +7,7 @@ everything through their constructors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from nexrl.activity.activity_tracker import ActivityTracker
 from nexrl.algorithms.filters import GROUP_FILTERS
 from nexrl.checkpoint import CheckpointStore
 from nexrl.config.loader import StageConfig
-from nexrl.config.schema import RunConfig
+from nexrl.config.schema import RolloutWorkerConfig, RunConfig
 from nexrl.config.user_code import load_user_object
 from nexrl.controller import Stage
 from nexrl.data.data_loader import DataLoader, create_validation_draws
@@ -25,7 +25,7 @@ from nexrl.protocols import Evaluator, GroupFilter, Renderer
 from nexrl.report.dump import DumpRecorder, recording
 from nexrl.rollout.build import build_worker, to_sampling
 from nexrl.rollout.prompts import PromptBuilder
-from nexrl.rollout.rollout_worker import RolloutWorker, WorkerContext
+from nexrl.rollout.rollout_worker import WorkerContext
 from nexrl.rollout.runner import RolloutRunner
 from nexrl.rollout.validator import Validator
 from nexrl.services.inference.protocol import InferenceService
@@ -33,8 +33,8 @@ from nexrl.services.reward.local import load_reward_service
 from nexrl.services.reward.protocol import RewardService
 from nexrl.services.train.protocol import TrainService
 from nexrl.trainer.build import build_trainer
-from nexrl.trainer.trainer import TrainerContext
-from nexrl.types import DEFAULT_POLICY, EngineInfo, PolicyVersion, Sampling
+from nexrl.trainer.trainer import Trainer, TrainerContext
+from nexrl.types import DEFAULT_POLICY, EngineInfo, PolicyVersion
 
 T = TypeVar("T")
 
@@ -63,29 +63,37 @@ class StageSurroundings:
     """Records messages; None when debug.dump is off."""
     checkpoints: Path
     """Folder of the run's checkpoints."""
-    version: PolicyVersion
-    """What engines serve when the stage begins."""
 
     def recorded(self, service: T, kind: str) -> T:
         """The service, its messages recorded where debug.dump asks for them."""
         return service if self.recorder is None else recording(service, kind, self.recorder)
 
 
-def build_stage(stage: StageConfig, index: int, around: StageSurroundings) -> Stage:
-    """Every module of the stage; blocking (reads the data)."""
+def build_stage(
+    stage: StageConfig, index: int, around: StageSurroundings, version: PolicyVersion
+) -> Stage:
+    """Every module of the stage, which begins when engines serve `version`; blocking (reads the
+    data)."""
     config = stage.config
-    prompts = PromptBuilder(around.renderer, config.rollout_worker, config.data)
-    worker = _build_worker(
-        config,
-        around,
-        to_sampling(config.rollout_worker.sampling),
+    settings = config.rollout_worker
+    context = WorkerContext(
+        inference=around.recorded(around.inference, "inference"),
+        renderer=around.renderer,
+        reward=_build_reward(settings, around),
+        config=settings,
+        data=config.data,
+        sampling=to_sampling(settings.sampling),
+        seed=config.seed,
+        engine=f"{around.engine.name} {around.engine.build}",
+        capabilities=around.engine.capabilities,
         greedy_baseline=config.trainer.algorithm.greedy_baseline,
     )
+    prompts = PromptBuilder(around.renderer, settings, config.data)
     limit = config.data.max_prompt_tokens is not None
     reading: dict[str, Any] = {
         "recipe_dir": around.recipe_dir,
         "prompt_length": (lambda row: len(prompts.of_row(row).token_ids)) if limit else None,
-        "needs_prompt": config.rollout_worker.type != "custom",
+        "needs_prompt": settings.type != "custom",
     }
     trainer = build_trainer(
         config.trainer,
@@ -93,59 +101,37 @@ def build_stage(stage: StageConfig, index: int, around: StageSurroundings) -> St
             train_service=around.recorded(around.train, "train"),
             config=config.trainer,
             tracker=around.tracker,
-            policy=DEFAULT_POLICY,
-            max_response_tokens=config.rollout_worker.sampling.max_tokens,
+            max_response_tokens=settings.sampling.max_tokens,
             on_policy_only=config.weight.mode == "sync",
             recipe_dir=around.recipe_dir,
         ),
         around.recipe_dir,
     )
+    run_id = f"{around.run_id}/{stage.name}"
     return Stage(
         name=stage.name,
         index=index,
         config=config,
         loader=DataLoader.open(config.data, seed=config.seed, **reading),
-        runner=_build_runner(config, worker, around, stage.name),
-        pool=_build_pool(config, around, needs=trainer.needs),
-        trainer=trainer,
-        validator=_build_validator(
-            config,
-            around,
-            stage.name,
-            reading,
-            evaluator=trainer if isinstance(trainer, Evaluator) else None,
+        reward=context.reward,
+        runner=RolloutRunner(
+            build_worker(context, around.recipe_dir),
+            num_rollouts=config.data.rollout_repeat_n,
+            run_id=run_id,
+            run_seed=config.seed,
+            tracker=around.tracker,
         ),
+        pool=_build_pool(config, around, version, needs=trainer.needs),
+        trainer=trainer,
+        validator=_build_validator(config, around, context, reading, trainer, run_id),
         checkpoints=CheckpointStore(
             around.checkpoints, keep_last=config.trainer.checkpoint.keep_last
         ),
     )
 
 
-def _build_worker(
-    config: RunConfig,
-    around: StageSurroundings,
-    sampling: Sampling,
-    *,
-    greedy_baseline: bool = False,
-) -> RolloutWorker:
-    context = WorkerContext(
-        inference=around.recorded(around.inference, "inference"),
-        renderer=around.renderer,
-        reward=_build_reward(config, around),
-        config=config.rollout_worker,
-        data=config.data,
-        sampling=sampling,
-        policy=DEFAULT_POLICY,
-        seed=config.seed,
-        engine=f"{around.engine.name} {around.engine.build}",
-        capabilities=around.engine.capabilities,
-        greedy_baseline=greedy_baseline,
-    )
-    return build_worker(config.rollout_worker, context, around.recipe_dir)
-
-
-def _build_reward(config: RunConfig, around: StageSurroundings) -> RewardService | None:
-    worker = config.rollout_worker
+def _build_reward(worker: RolloutWorkerConfig, around: StageSurroundings) -> RewardService | None:
+    """One for training and validation: a reward model is loaded once."""
     if worker.reward is None:
         return None
     service = load_reward_service(
@@ -159,25 +145,12 @@ def _build_reward(config: RunConfig, around: StageSurroundings) -> RewardService
     return around.recorded(service, "reward")
 
 
-def _build_runner(
-    config: RunConfig, worker: RolloutWorker, around: StageSurroundings, stage: str
-) -> RolloutRunner:
-    settings = config.rollout_worker
-    return RolloutRunner(
-        worker,
-        num_rollouts=config.data.rollout_repeat_n,
-        deadline_s=settings.deadline_s,
-        failure_policy=settings.failure_policy,
-        max_concurrent=settings.max_concurrent,
-        on_deadline=settings.on_deadline,
-        run_id=f"{around.run_id}/{stage}",
-        run_seed=config.seed,
-        tracker=around.tracker,
-    )
-
-
 def _build_pool(
-    config: RunConfig, around: StageSurroundings, *, needs: tuple[str, ...]
+    config: RunConfig,
+    around: StageSurroundings,
+    version: PolicyVersion,
+    *,
+    needs: tuple[str, ...],
 ) -> TrajectoryPool:
     settings, dynamic = config.trajectory_pool, config.trajectory_pool.dynamic_sampling
     pool = TrajectoryPool(
@@ -197,8 +170,8 @@ def _build_pool(
         store=around.store,
         store_on_error=settings.store.on_error,
         tracker=around.tracker,
-        first_version=around.version.number,
-        incarnation=around.version.incarnation,
+        first_version=version.number,
+        incarnation=version.incarnation,
         take_deadline_s=settings.take_deadline_s,
         allow_mixed_prompts=config.rollout_worker.type != "single_turn",
     )
@@ -217,10 +190,10 @@ def _group_filter(name: str, recipe_dir: Path) -> GroupFilter:
 def _build_validator(
     config: RunConfig,
     around: StageSurroundings,
-    stage: str,
+    training: WorkerContext,
     reading: Mapping[str, Any],
-    *,
-    evaluator: Evaluator | None,
+    trainer: Trainer,
+    run_id: str,
 ) -> Validator | None:
     settings = config.validate_
     if not settings.enabled:
@@ -228,18 +201,22 @@ def _build_validator(
     draws = create_validation_draws(
         settings.sources, data=config.data, max_items=settings.max_items, **reading
     )
-    # Training by supervision is still validated by what the model draws.
-    worker = config.rollout_worker
+    worker = training.config
     if worker.type == "supervised":
+        # Training by supervision is still validated by what the model draws.
         worker = worker.model_copy(update={"type": "single_turn"})
-        config = config.model_copy(update={"rollout_worker": worker})
+    context = replace(
+        training,
+        config=worker,
+        sampling=to_sampling(settings.sampling),
+        greedy_baseline=False,
+    )
     return Validator(
-        _build_worker(config, around, to_sampling(settings.sampling)),
+        build_worker(context, around.recipe_dir),
         draws,
         config=settings,
-        run_id=f"{around.run_id}/{stage}",
+        run_id=run_id,
         seed=config.seed,
-        policy=DEFAULT_POLICY,
         tracker=around.tracker,
-        evaluator=evaluator,
+        evaluator=trainer if isinstance(trainer, Evaluator) else None,
     )

@@ -14,26 +14,18 @@ from collections.abc import Callable
 from nexrl.errors import PoolClosedError
 
 
-def may_admit(
-    *,
-    trained: int,
-    handed_out: int,
-    outstanding: int,
-    active_version: int,
-    threshold: int,
-    batch_size: int,
-) -> bool:
+def may_admit(*, started: int, active_version: int, threshold: int, batch_size: int) -> bool:
     """Whether one more group may start now.
 
     All counts are in rollout groups and relative to the version at which counting began, so that a
     stage or a resume may begin at any version: capacity comes from what this pool holds, never from
     an absolute version beside counters that begin at zero (FR-118).
 
-    trained, handed_out: batches of those kinds times `batch_size`; one closed short counts in full.
-    outstanding: groups in flight or ready, and dropped ones that are not replaced.
+    started: groups of batches that are trained or handed out (one closed short counts in full), in
+    flight or ready, and dropped ones that are not replaced.
     active_version: lowest version active on any replica, minus the version counting began at.
     """
-    return trained + handed_out + outstanding < (active_version + threshold + 1) * batch_size
+    return started < (active_version + threshold + 1) * batch_size
 
 
 class SlotQueue:

@@ -1,6 +1,6 @@
 """What is checked of a rollout before it may join its group.
 
-Called by `TrajectoryPool` for each record: first `check_identity` (whose tokens are these, and can
+Called by `Arrivals` for each record: first `check_identity` (whose tokens are these, and can
 that version exist), then, after annotators, `first_unmet_need`. Pure functions.
 """
 
@@ -15,24 +15,32 @@ import numpy as np
 
 from nexrl.errors import InvariantError
 from nexrl.pool.ledger import Outcome
-from nexrl.types import RolloutRecord, TokenRow, Trajectory, TrajectoryStatus
+from nexrl.types import RolloutRecord, Trajectory, TrajectoryStatus
+
+
+def pushed_record(trajectory: Trajectory, group_key: str) -> RolloutRecord:
+    """The rollout that a trajectory from outside stands for."""
+    return RolloutRecord(
+        rollout_id=trajectory.rollout_id or group_key,
+        group_key=group_key,
+        member=0,
+        status=trajectory.status,
+        trajectories=(trajectory,),
+        failure=trajectory.failure,
+    )
 
 
 def with_group_ids(record: RolloutRecord) -> RolloutRecord:
-    """The record with `group_id` filled in where the worker left it open: the group's key, plus
-    `/role` so that roles are never compared with each other (FR-046)."""
+    """The record with `group_id` filled in where the worker left it open: the group's key
+    (`item_id/draw`), plus `/role` so that roles are never compared with each other (FR-046)."""
     if "" not in [t.group_id for t in record.trajectories]:
         return record
+    key = record.group_key
     filled = tuple(
-        t if t.group_id else replace(t, group_id=default_group_id(record.group_key, t.role))
+        t if t.group_id else replace(t, group_id=f"{key}/{t.role}" if t.role else key)
         for t in record.trajectories
     )
     return replace(record, trajectories=filled)
-
-
-def default_group_id(group_key: str, role: str) -> str:
-    """`item_id/draw`, plus `/role` when there is a role."""
-    return f"{group_key}/{role}" if role else group_key
 
 
 def ledger_reason(record: RolloutRecord) -> tuple[Outcome, str]:
@@ -64,33 +72,35 @@ def check_identity(
     for trajectory in record.trajectories:
         if not trajectory.trainable:
             continue
+        name = trajectory.trajectory_id or f"of rollout {record.rollout_id or record.group_key}"
         if trajectory.policy != policy:
             raise InvariantError(
-                f"trajectory {_name(record, trajectory)} is of policy {trajectory.policy!r}, "
-                f"but this pool trains {policy!r}"
+                f"trajectory {name} is of policy {trajectory.policy!r}, but this pool trains "
+                f"{policy!r}"
             )
         for row in trajectory.rows:
             for span in row.versions:
                 version = span.version
                 if version.policy != policy or version.incarnation != incarnation:
                     raise InvariantError(
-                        f"trajectory {_name(record, trajectory)} has tokens of {version}, but this "
-                        f"pool trains {policy!r} in incarnation {incarnation}: an engine was not "
-                        "reloaded"
+                        f"trajectory {name} has tokens of {version}, but this pool trains "
+                        f"{policy!r} in incarnation {incarnation}: an engine was not reloaded"
                     )
                 if version.number > newest_version:
                     raise InvariantError(
-                        f"trajectory {_name(record, trajectory)} has tokens of {version}, but the "
-                        f"newest version there can be is {newest_version}"
+                        f"trajectory {name} has tokens of {version}, but the newest version there "
+                        f"can be is {newest_version}"
                     )
             if row.version_source == "bounded" and not allow_bounded:
                 raise InvariantError(
-                    f"trajectory {_name(record, trajectory)} has versions known only within bounds "
-                    "(version_source `bounded`); mode sync accepts `engine` and `pinned`"
+                    f"trajectory {name} has versions known only within bounds (version_source "
+                    "`bounded`); mode sync accepts `engine` and `pinned`"
                 )
-            number = _oldest_number(row)
-            if number is not None and (oldest is None or number < oldest):
-                oldest = number
+            # Where one version drew everything there is no need to look which tokens are trained.
+            first = row.versions[0].version if len(row.versions) == 1 else None
+            trained = first or row.oldest_trained_version()
+            if trained is not None and (oldest is None or trained.number < oldest):
+                oldest = trained.number
     return oldest
 
 
@@ -138,15 +148,3 @@ def _meets(trajectory: Trajectory, need: str, logprobs_optional: bool) -> bool:
         if not met:
             return False
     return True
-
-
-def _oldest_number(row: TokenRow) -> int | None:
-    if len(row.versions) == 1:
-        # One version drew everything: no need to look which of its tokens are trained.
-        return row.versions[0].version.number
-    oldest = row.oldest_trained_version()
-    return None if oldest is None else oldest.number
-
-
-def _name(record: RolloutRecord, trajectory: Trajectory) -> str:
-    return trajectory.trajectory_id or f"of rollout {record.rollout_id or record.group_key}"

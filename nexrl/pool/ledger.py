@@ -20,7 +20,8 @@ Outcome = Literal[
 
 OPEN: Final[tuple[Outcome, ...]] = ("in_flight", "ready", "handed_out")
 WITH_REASON: Final[tuple[Outcome, ...]] = ("filtered", "failed", "stale", "cancelled")
-OUTCOMES: Final[tuple[Outcome, ...]] = (*OPEN, "trained", *WITH_REASON)
+WITHOUT_REASON: Final[tuple[Outcome, ...]] = (*OPEN, "trained")
+OUTCOMES: Final[tuple[Outcome, ...]] = (*WITHOUT_REASON, *WITH_REASON)
 
 
 class Ledger:
@@ -34,16 +35,9 @@ class Ledger:
         self.admitted = 0
         self._counts: dict[Outcome, int] = dict.fromkeys(OUTCOMES, 0)
         self._reasons: dict[Outcome, Counter[str]] = {o: Counter() for o in WITH_REASON}
-        self.pushed = 0
-        """Rollouts among `admitted` that came by push."""
-        self.attempts = 0
-        """Attempts of rollouts that have ended."""
-        self.trajectories = 0
-        """Trajectories that ended rollouts left."""
-        self.rows = 0
-        """Token rows of those trajectories."""
-        self.tokens = 0
-        """Tokens of those rows, prompts included."""
+        self.beside = dict.fromkeys(("pushed", "attempts", "trajectories", "rows", "tokens"), 0)
+        """Rollouts among `admitted` that came by push; of rollouts that have ended their attempts,
+        trajectories, token rows of those, and tokens, prompts included."""
 
     def __getitem__(self, outcome: Outcome) -> int:
         return self._counts[outcome]
@@ -66,26 +60,19 @@ class Ledger:
 
     def count_record(self, record: RolloutRecord) -> None:
         """Count attempts, trajectories, rows and tokens of a rollout that has ended."""
-        self.attempts += record.attempts
+        beside = self.beside
+        beside["attempts"] += record.attempts
         for trajectory in record.trajectories:
-            self.trajectories += 1
+            beside["trajectories"] += 1
             for row in trajectory.rows:
-                self.rows += 1
-                self.tokens += len(row.token_ids)
+                beside["rows"] += 1
+                beside["tokens"] += len(row.token_ids)
 
     def snapshot(self) -> LedgerSnapshot:
         """The counts as they are; the sums by reason are checked too."""
-        snapshot = LedgerSnapshot(
-            admitted=self.admitted,
-            in_flight=self._counts["in_flight"],
-            ready=self._counts["ready"],
-            handed_out=self._counts["handed_out"],
-            trained=self._counts["trained"],
-            filtered=dict(self._reasons["filtered"]),
-            failed=dict(self._reasons["failed"]),
-            stale=dict(self._reasons["stale"]),
-            cancelled=dict(self._reasons["cancelled"]),
-        )
+        counts: dict[str, Any] = {outcome: self._counts[outcome] for outcome in WITHOUT_REASON}
+        reasons: dict[str, Any] = {outcome: dict(self._reasons[outcome]) for outcome in WITH_REASON}
+        snapshot = LedgerSnapshot(admitted=self.admitted, **counts, **reasons)
         if not snapshot.balanced:
             raise InvariantError(f"ledger does not balance by reason: {self._numbers()}")
         return snapshot
@@ -106,28 +93,21 @@ class Ledger:
                 f"ledger state keeps open rollouts: {dict(counts)} of {admitted} admitted; "
                 f"{self._numbers()}"
             )
-        beside = ("pushed", "attempts", "trajectories", "rows", "tokens")
         return {
             "admitted": admitted,
             "counts": dict(counts),
             "reasons": {o: {r: n for r, n in c.items() if n} for o, c in reasons.items()},
-            **{name: getattr(self, name) for name in beside},
+            **self.beside,
         }
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Ledger:
-        """Inverse of `to_state`."""
-        ledger = cls()
-        ledger.admitted = int(state["admitted"])
-        for outcome in OUTCOMES:
-            ledger._counts[outcome] = int(state["counts"][outcome])
-        for outcome in WITH_REASON:
-            ledger._reasons[outcome] = Counter(state["reasons"][outcome])
-        for name in ("pushed", "attempts", "trajectories", "rows", "tokens"):
-            setattr(ledger, name, int(state[name]))
-        ledger.snapshot()
-        ledger._check("in_flight")
-        return ledger
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take the counts that `to_state` gave."""
+        self.admitted = int(state["admitted"])
+        self._counts = {outcome: int(state["counts"][outcome]) for outcome in OUTCOMES}
+        self._reasons = {outcome: Counter(state["reasons"][outcome]) for outcome in WITH_REASON}
+        self.beside = {name: int(state[name]) for name in self.beside}
+        self.snapshot()
+        self._check("in_flight")
 
     def _check(self, source: Outcome) -> None:
         """Eight additions: cheap enough for every change."""

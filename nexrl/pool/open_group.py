@@ -1,74 +1,72 @@
 """An admitted rollout group, from admission until it is trained or dropped.
 
-Owned by `TrajectoryPool`. It moves its members through the ledger and decides, when the last one
-has ended, whether the group is kept.
+Owned by `TrajectoryPool`. It moves its members through the ledger and knows, when the last one has
+ended, whether enough of them ended well.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from dataclasses import InitVar, dataclass, field
 from typing import Final, Literal
 
-from nexrl.pool.ledger import Ledger, Outcome
+from nexrl.pool.ledger import WITH_REASON, Ledger, Outcome
 from nexrl.types import Draw, RolloutGroup, RolloutRecord
 
-State = Literal["in_flight", "ready", "handed_out", "trained", "dropped"]
-GROUP_INCOMPLETE: Final = "group_incomplete"
+State = Outcome | Literal["dropped"]
 REDUNDANT: Final = "redundant"
 UNMET: Final = "unmet/"
 
 
+@dataclass(slots=True, eq=False)
 class Member:
-    """One rollout of a group; `record` is set when it has ended well."""
+    """One rollout of a group."""
 
-    __slots__ = ("is_ending", "oldest_version", "outcome", "reason", "record", "store_row")
+    oldest_version: int
+    """Lowest version that may have drawn a trained token: the one active at admission, until the
+    rollout's own stamps are known."""
+    outcome: Outcome = "in_flight"
+    """Where the ledger counts it."""
+    reason: str = ""
+    """Of that outcome."""
+    is_ending: bool = False
+    """Its end is being stored and annotated."""
+    record: RolloutRecord | None = None
+    """Set when it has ended well, until its group is dropped."""
+    store_row: int | None = None
+    """Its row in the store."""
 
-    def __init__(self) -> None:
-        self.outcome: Outcome = "in_flight"
-        self.reason = ""
-        self.is_ending = False
-        self.record: RolloutRecord | None = None
-        self.oldest_version: int | None = None
-        self.store_row: int | None = None
 
-
+@dataclass(slots=True, kw_only=True, eq=False)
 class OpenGroup:
     """Invariant: each member is in exactly one ledger outcome; all leave `in_flight` before the
     group is closed; once dropped or trained nothing changes any more."""
 
-    __slots__ = (
-        "admission",
-        "admitted_version",
-        "draw",
-        "fingerprint",
-        "has_mixed_prompts",
-        "is_pushed",
-        "members",
-        "num_running",
-        "policy",
-        "state",
-    )
+    draw: Draw
+    """What its rollouts are of."""
+    policy: str
+    """Model being trained."""
+    size: InitVar[int]
+    """Number of members."""
+    admission: int
+    """Position in admission order."""
+    admitted_version: int
+    """Lowest version active at admission."""
+    is_pushed: bool = False
+    """It came from outside and was asked for by nobody."""
+    members: list[Member] = field(init=False)
+    """Its rollouts."""
+    num_running: int = field(init=False)
+    """Members that have not ended."""
+    state: State = "in_flight"
+    """Where the group stands."""
+    fingerprint: bytes | None = None
+    """Starting prompt of the first member that ended well."""
+    has_mixed_prompts: bool = False
+    """Another member started from another prompt."""
 
-    def __init__(
-        self,
-        draw: Draw,
-        *,
-        policy: str,
-        size: int,
-        admission: int,
-        admitted_version: int,
-        is_pushed: bool = False,
-    ) -> None:
-        self.draw = draw
-        self.policy = policy
-        self.admission = admission
-        self.admitted_version = admitted_version
-        self.is_pushed = is_pushed
-        self.members = [Member() for _ in range(size)]
+    def __post_init__(self, size: int) -> None:
+        self.members = [Member(self.admitted_version) for _ in range(size)]
         self.num_running = size
-        self.state: State = "in_flight"
-        self.fingerprint: bytes | None = None
-        self.has_mixed_prompts = False
 
     @property
     def is_closed(self) -> bool:
@@ -76,21 +74,20 @@ class OpenGroup:
         return self.num_running == 0
 
     @property
+    def kept(self) -> list[Member]:
+        """Members that ended well; they share one outcome."""
+        return [m for m in self.members if m.record is not None]
+
+    @property
     def oldest_version(self) -> int:
-        """Lowest version that may have drawn a trained token: the stamps of kept members, or the
-        version that was active at admission while members run or say nothing."""
+        """Lowest version that may have drawn a trained token of a kept member; the version active
+        at admission while members run."""
         if self.state == "in_flight":
             return self.admitted_version
-        stamps = [
-            self.admitted_version if m.oldest_version is None else m.oldest_version
-            for m in self.members
-            if m.record is not None
-        ]
-        return min(stamps, default=self.admitted_version)
+        return min((m.oldest_version for m in self.kept), default=self.admitted_version)
 
-    def end_member(self, index: int, ledger: Ledger, outcome: Outcome, reason: str = "") -> None:
+    def end_member(self, member: Member, ledger: Ledger, outcome: Outcome, reason: str) -> None:
         """A running member ends as ready, filtered, failed or cancelled."""
-        member = self.members[index]
         ledger.move("in_flight", outcome, 1, reason)
         member.outcome = outcome
         member.reason = reason
@@ -109,19 +106,19 @@ class OpenGroup:
         With no minimum every member must have, save those that abstained (an unmet need: FR-070)
         and those that were superfluous.
         """
-        num_well = sum(m.record is not None for m in self.members)
         excused = sum(
             m.reason.startswith(UNMET) or (m.outcome == "cancelled" and m.reason == REDUNDANT)
             for m in self.members
         )
         required = min_group_size or len(self.members) - excused
-        return num_well >= max(1, required)
+        return len(self.kept) >= max(1, required)
 
-    def move_kept(self, ledger: Ledger, outcome: Outcome, reason: str = "") -> list[Member]:
-        """Move all members that ended well (they share one outcome), and return them."""
-        kept = [m for m in self.members if m.record is not None]
+    def move(self, ledger: Ledger, outcome: Outcome, reason: str = "") -> list[Member]:
+        """The closed group changes state, and with it all members that ended well: returns them."""
+        kept = self.kept
         if kept:
             ledger.move(kept[0].outcome, outcome, len(kept), reason)
+        self.state = "dropped" if outcome in WITH_REASON else outcome
         for member in kept:
             member.outcome = outcome
             member.reason = reason
@@ -142,30 +139,3 @@ class OpenGroup:
         """`i3/0 members 1, 5`."""
         running = [str(i) for i, m in enumerate(self.members) if m.outcome == "in_flight"]
         return f"{self.draw.key} members {', '.join(running)}"
-
-
-class EndedKeys:
-    """Keys of groups that have ended, to tell a late answer from one that nobody asked for.
-
-    Invariant: at most `REMEMBERED` keys; before the first is forgotten, the answer is certain.
-    """
-
-    REMEMBERED: Final = 200_000
-
-    def __init__(self) -> None:
-        self._keys: OrderedDict[str, None] = OrderedDict()
-        self._has_forgotten = False
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._keys
-
-    def add(self, key: str) -> None:
-        """A group has ended."""
-        self._keys[key] = None
-        if len(self._keys) > self.REMEMBERED:
-            self._keys.popitem(last=False)
-            self._has_forgotten = True
-
-    def may_contain(self, key: str) -> bool:
-        """False only for a key that was certainly never added."""
-        return self._has_forgotten or key in self._keys

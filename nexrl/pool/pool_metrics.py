@@ -8,41 +8,29 @@ trajectories: one with three rows counts once (FR-079), and those that were filt
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 
-from nexrl.pool.ledger import WITH_REASON
+from nexrl.pool.ledger import WITH_REASON, WITHOUT_REASON
+from nexrl.pool.open_group import Member, OpenGroup
 from nexrl.types import Batch, LedgerSnapshot, RolloutRecord
 
-
-class Mean:
-    """A running mean; `take` returns it and starts over."""
-
-    __slots__ = ("count", "total")
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.count = 0
-
-    def add(self, value: float) -> None:
-        """One value."""
-        self.total += value
-        self.count += 1
+STALENESS: Final = "staleness/mean"
 
 
 class PoolMetrics:
     """Accumulators; each is emptied by `flush` except shares by source, which are of the stage."""
 
     def __init__(self) -> None:
-        self._means: defaultdict[str, Mean] = defaultdict(Mean)
-        self._staleness: list[int] = []
+        self._values: defaultdict[str, list[float]] = defaultdict(list)
         self._admitted_by_source: Counter[str] = Counter()
         self._trained_by_source: Counter[str] = Counter()
 
     def mean(self, name: str, value: float) -> None:
         """One value of a metric logged as the mean since the last flush."""
-        self._means[name].add(value)
+        self._values[name].append(value)
 
     def admitted(self, source: str, num_rollouts: int) -> None:
         """Rollouts of a data source were admitted."""
@@ -52,10 +40,12 @@ class PoolMetrics:
         """A rollout passed the door."""
         self._rewards("reward/all_mean", record)
 
-    def handed_out(self, staleness: Sequence[int], num_groups: int) -> None:
-        """A batch left: staleness of each of its trajectories, in versions."""
-        self._staleness.extend(staleness)
-        self.mean("pool/effective_batch", num_groups)
+    def handed_out(self, groups: Sequence[OpenGroup], version: int) -> None:
+        """A batch left that `version` consumes; staleness is counted over rollouts, in versions."""
+        self.mean("pool/effective_batch", len(groups))
+        for kept in [group.kept for group in groups]:
+            self.mean("pool/group_size", len(kept))
+            self._values[STALENESS] += [version - member.oldest_version for member in kept]
 
     def trained(self, batch: Batch) -> None:
         """A batch was trained."""
@@ -65,20 +55,18 @@ class PoolMetrics:
                 self._rewards("reward/trained_mean", record)
                 self._selection(record, "trained")
 
-    def dropped(self, record: RolloutRecord) -> None:
-        """A rollout that ended well is not trained."""
-        self._selection(record, "dropped")
+    def dropped(self, members: Iterable[Member]) -> None:
+        """Rollouts that ended well are not trained."""
+        for record in [m.record for m in members if m.record is not None]:
+            self._selection(record, "dropped")
 
     def flush(self, ledger: LedgerSnapshot) -> dict[str, float]:
         """All metrics by name; averages start over."""
-        metrics = {name: m.total / m.count for name, m in self._means.items() if m.count}
-        self._means.clear()
-        if self._staleness:
-            values = np.asarray(self._staleness)
-            metrics["staleness/mean"] = float(values.mean())
-            metrics["staleness/max"] = float(values.max())
-            metrics["staleness/p95"] = float(np.percentile(values, 95))
-            self._staleness.clear()
+        metrics = {name: sum(values) / len(values) for name, values in self._values.items()}
+        if staleness := self._values.get(STALENESS):
+            metrics["staleness/max"] = float(max(staleness))
+            metrics["staleness/p95"] = float(np.percentile(staleness, 95))
+        self._values.clear()
         for source, admitted in self._admitted_by_source.items():
             share = self._trained_by_source[source] / admitted
             metrics[f"pool/trained_share/{source or 'data'}"] = share
@@ -99,8 +87,7 @@ class PoolMetrics:
 def ledger_metrics(ledger: LedgerSnapshot) -> dict[str, float]:
     """`ledger/<outcome>` and `ledger/<outcome>/<reason>`, in rollouts since the stage began."""
     metrics = {
-        f"ledger/{name}": float(getattr(ledger, name))
-        for name in ("admitted", "in_flight", "ready", "handed_out", "trained")
+        f"ledger/{name}": float(getattr(ledger, name)) for name in ("admitted", *WITHOUT_REASON)
     }
     for outcome in WITH_REASON:
         reasons = getattr(ledger, outcome)

@@ -5,15 +5,17 @@ Stands between `TrajectoryPool` and `TrajectoryStore`; with no store it does not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Literal, TypeVar
 
 from nexrl.errors import StoreError
 from nexrl.pool.ledger import Outcome
 from nexrl.pool.open_group import Member, OpenGroup
 from nexrl.pool.trajectory_store import StoredRollout, TrajectoryStore
-from nexrl.protocols import Tracker
+from nexrl.protocols import Annotator, Tracker
 from nexrl.types import LedgerSnapshot, RolloutRecord
+
+T = TypeVar("T")
 
 
 class RecordKeeper:
@@ -40,86 +42,75 @@ class RecordKeeper:
 
     async def room(self) -> None:
         """Return when the writer's queue is below its bound."""
-        if self._store is not None:
-            try:
-                await self._store.room()
-            except StoreError as error:
-                self._lose(error)
+        await self._wait(TrajectoryStore.room)
+
+    async def flush(self) -> None:
+        """Return once everything handed over is committed."""
+        await self._wait(TrajectoryStore.flush)
 
     def keep(self, record: RolloutRecord, group: OpenGroup) -> StoredRollout | None:
         """Hand a record to the writer."""
-        if self._store is None:
-            return None
-        try:
-            return self._store.append(
+        return self._write(
+            lambda store: store.append(
                 record,
                 draw=group.draw,
                 policy=self._policy,
                 admitted_version=group.admitted_version,
             )
-        except StoreError as error:
-            self._lose(error)
-            return None
+        )
 
     def annotate(
         self,
         stored: StoredRollout | None,
         before: RolloutRecord,
         after: RolloutRecord,
-        *,
-        kind: str,
-        producer: str,
+        annotator: Annotator,
     ) -> None:
         """Append what an annotator added to the trajectories of a kept record."""
-        if self._store is None or stored is None:
+        if stored is None:
             return
-        try:
+        kind, producer = annotator.provides, type(annotator).__qualname__
+
+        def append(store: TrajectoryStore) -> None:
             pairs = zip(before.trajectories, after.trajectories, strict=True)
             for index, (old, new) in enumerate(pairs):
                 if new is not old:
-                    self._store.append_annotation(
-                        stored, index, old, new, kind=kind, producer=producer
-                    )
-        except StoreError as error:
-            self._lose(error)
+                    store.append_annotation(stored, index, old, new, kind=kind, producer=producer)
+
+        self._write(append)
 
     def outcome(
         self, members: Iterable[Member], outcome: Outcome, reason: str, *, version: int
     ) -> None:
         """Append what became of rollouts; `version` is the one that consumed or dropped them."""
-        if self._store is None:
-            return
         rows = [m.store_row for m in members if m.store_row is not None]
-        if rows:
-            try:
-                self._store.append_outcomes(rows, outcome, reason, version=version)
-            except StoreError as error:
-                self._lose(error)
+        if rows:  # none without a store
+            self._write(lambda store: store.append_outcomes(rows, outcome, reason, version=version))
 
     def ledger(self, snapshot: LedgerSnapshot, *, version: int) -> None:
         """Append the ledger as it stands after a batch."""
-        if self._store is None:
-            return
-        try:
-            self._store.append_ledger(snapshot, policy=self._policy, version=version)
-        except StoreError as error:
-            self._lose(error)
+        self._write(
+            lambda store: store.append_ledger(snapshot, policy=self._policy, version=version)
+        )
 
     def roll_back(self, *, version: int) -> None:
         """A resume at `version` undoes what later versions trained."""
+        self._write(lambda store: store.roll_back(policy=self._policy, version=version))
+
+    def _write(self, write: Callable[[TrajectoryStore], T]) -> T | None:
         if self._store is None:
-            return
+            return None
         try:
-            self._store.roll_back(policy=self._policy, version=version)
+            return write(self._store)
         except StoreError as error:
             self._lose(error)
+            return None
 
-    async def flush(self) -> None:
-        """Return once everything handed over is committed."""
+    async def _wait(self, wait: Callable[[TrajectoryStore], Awaitable[None]]) -> None:
         if self._store is None:
             return
         try:
-            await self._store.flush()
+            await wait(self._store)
         except StoreError as error:
             self._lose(error)
 

@@ -47,19 +47,21 @@ _OPAQUE: Final = "__repr__"
 _SAME: Final = "loss_mask"
 """Stands for a `sampled` array equal to the loss mask."""
 
-_CLASSES: Final[tuple[type, ...]] = (
-    Trajectory,
-    TokenRow,
-    VersionSpan,
-    PolicyVersion,
-    Turn,
-    MediaSpan,
-    Column,
-    Provenance,
-    Sampling,
-    Segment,
-    Failure,
-)
+_CLASSES: Final[Mapping[type, tuple[str, ...]]] = {
+    Trajectory: ("rows", "failure", "provenance"),
+    TokenRow: ("token_ids", "loss_mask", "behavior_logprobs", "versions", "turns", "media"),
+    VersionSpan: ("version",),
+    PolicyVersion: (),
+    Turn: (),
+    MediaSpan: (),
+    Column: ("values",),
+    Provenance: ("sampling", "segments"),
+    Sampling: (),
+    Segment: (),
+    Failure: (),
+}
+"""What may be stored, each with its fields that hold arrays or other classes; all other fields are
+packed as they are."""
 _DERIVED: Final[Mapping[type, frozenset[str]]] = {Trajectory: frozenset({"tokens", "loss_mask"})}
 """Fields that the constructor fills in from `rows`."""
 
@@ -71,36 +73,31 @@ def _stored_fields(cls: type) -> list[str]:
 
 LAYOUT: Final[Layout] = {cls.__name__: _stored_fields(cls) for cls in _CLASSES}
 """What this version writes."""
-_NESTED: Final[Mapping[type, tuple[str, ...]]] = {
-    Trajectory: ("rows", "failure", "provenance"),
-    TokenRow: ("token_ids", "loss_mask", "behavior_logprobs", "versions", "turns", "media"),
-    VersionSpan: ("version",),
-    Column: ("values",),
-    Provenance: ("sampling", "segments"),
-}
-"""Fields that hold arrays or other classes; all others are packed as they are."""
 _Written = tuple[msgpack.ExtType, Callable[[Any], tuple[Any, ...]], tuple[int, ...]]
 _WRITTEN: Final[dict[type, _Written]] = {
     cls: (
         msgpack.ExtType(_CLASS, bytes([i])),
         attrgetter(*LAYOUT[cls.__name__]),
-        tuple(1 + LAYOUT[cls.__name__].index(name) for name in _NESTED.get(cls, ())),
+        tuple(1 + LAYOUT[cls.__name__].index(name) for name in nested),
     )
-    for i, cls in enumerate(_CLASSES)
+    for i, (cls, nested) in enumerate(_CLASSES.items())
 }
-"""By class: its mark, its values in order, and the places of those that `_NESTED` names."""
+"""By class: its mark, its values in order, and the places of the nested ones."""
 _SAMPLED_PLACE: Final = 1 + LAYOUT["TokenRow"].index("sampled")
 _FREQUENT: Final = {np.dtype("<i4"): _INT32, np.dtype("<f4"): _FLOAT32, np.dtype(np.bool_): _BOOL}
+_extension: Final = msgpack.ExtType._make
+"""Without the constructor's checks, which cost more than the bytes of a short array."""
 
 
-def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """What the rollout left, as bytes. A value in `extra` that is no plain data is kept as its
-    `repr`: facts for people are better than none."""
-    return _encode(trajectory)
+def encode(value: Trajectory | Failure) -> bytes:
+    """What a rollout left, or why it failed, as bytes. A value in `extra` that is no plain data is
+    kept as its `repr`: facts for people are better than none."""
+    packed: bytes = _packers.packer.pack(_plain(value))
+    return packed
 
 
 def decode_trajectory(data: bytes, layout: Layout = LAYOUT) -> Trajectory:
-    """Inverse of `encode_trajectory`; InvariantError when the bytes are damaged."""
+    """Inverse of `encode`; InvariantError when the bytes are damaged."""
     plain = _decode(data, layout)
     for row in plain["rows"]:
         if isinstance(row["sampled"], str):
@@ -108,36 +105,9 @@ def decode_trajectory(data: bytes, layout: Layout = LAYOUT) -> Trajectory:
     return from_plain(Trajectory, plain)
 
 
-def encode_failure(failure: Failure) -> bytes:
-    """A failure as bytes."""
-    return _encode(failure)
-
-
 def decode_failure(data: bytes, layout: Layout = LAYOUT) -> Failure:
-    """Inverse of `encode_failure`."""
+    """Inverse of `encode`; InvariantError when the bytes are damaged."""
     return from_plain(Failure, _decode(data, layout))
-
-
-def _encode(value: Any) -> bytes:
-    packed: bytes = _packers.get().pack(_plain(value))
-    return packed
-
-
-class _Packers(threading.local):
-    """One packer for each thread that writes: making one costs as much as a trajectory."""
-
-    packer: msgpack.Packer | None = None
-
-    def get(self) -> msgpack.Packer:
-        if self.packer is None:
-            # Text of a model may hold half a surrogate pair; that must not cost the record.
-            self.packer = msgpack.Packer(
-                default=_to_packable, use_bin_type=True, unicode_errors="surrogatepass"
-            )
-        return self.packer
-
-
-_packers = _Packers()
 
 
 def _plain(value: Any) -> Any:
@@ -162,11 +132,10 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_sampled(row: TokenRow) -> Any:
-    if row.sampled is row.loss_mask:
-        return _SAME
     if row.sampled is None:
         return None
-    return _SAME if np.array_equal(row.sampled, row.loss_mask) else _encode_array(row.sampled)
+    is_same = row.sampled is row.loss_mask or np.array_equal(row.sampled, row.loss_mask)
+    return _SAME if is_same else _encode_array(row.sampled)
 
 
 def _to_packable(value: Any) -> Any:
@@ -187,9 +156,9 @@ def _encode_array(array: Array) -> msgpack.ExtType:
     code = _FREQUENT.get(array.dtype) if array.ndim == 1 else None
     if code == _BOOL:
         bits = np.packbits(array).tobytes()
-        return msgpack.ExtType(_BOOL, len(array).to_bytes(4, "little") + bits)
+        return _extension((_BOOL, len(array).to_bytes(4, "little") + bits))
     if code is not None:
-        return msgpack.ExtType(code, array.tobytes())
+        return _extension((code, array.tobytes()))
     if array.dtype.kind not in "biuf":
         return msgpack.ExtType(_ARRAY, msgpack.packb(["", [], repr(array).encode()]))
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -239,3 +208,16 @@ def _decode_ext(code: int, data: bytes) -> Any:
         dtype, shape, raw = msgpack.unpackb(data, raw=False)
         return np.frombuffer(raw, np.dtype(dtype)).reshape(shape) if dtype else raw.decode()
     raise ValueError(f"unknown code {code}")
+
+
+class _Packers(threading.local):
+    """One packer for each thread that writes: making one costs as much as a trajectory."""
+
+    def __init__(self) -> None:
+        # Text of a model may hold half a surrogate pair; that must not cost the record.
+        self.packer = msgpack.Packer(
+            default=_to_packable, use_bin_type=True, unicode_errors="surrogatepass"
+        )
+
+
+_packers = _Packers()

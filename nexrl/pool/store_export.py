@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,24 +45,19 @@ def export_parquet(reader: StoreReader, output: Path, *, status: str | None = No
             "--format parquet needs pyarrow: pip install 'nexrl[parquet]' (or use --format jsonl)"
         ) from error
     schema = _parquet_schema(pyarrow)
+    lines = export_lines(reader, status=status)
     count = 0
-    lines: list[dict[str, Any]] = []
     with pyarrow.parquet.ParquetWriter(output, schema) as writer:
-        for line in export_lines(reader, status=status):
-            lines.append({k: _for_parquet(k, v) for k, v in line.items()})
-            count += 1
-            if len(lines) == PARQUET_BATCH:
-                writer.write_table(pyarrow.Table.from_pylist(lines, schema=schema))
-                lines = []
-        if lines or count == 0:
-            writer.write_table(pyarrow.Table.from_pylist(lines, schema=schema))
+        while group := [_for_parquet(line) for line in islice(lines, PARQUET_BATCH)]:
+            writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
+            count += len(group)
     return count
 
 
 def export_lines(reader: StoreReader, *, status: str | None = None) -> Iterator[dict[str, Any]]:
     """The lines of both formats, as plain values."""
     for stored in reader.read(status=status):
-        rollout = _rollout_line(stored)
+        rollout = {name: value_of(stored) for name, value_of in _ROLLOUT_COLUMNS.items()}
         trajectories = annotated(stored)
         if not trajectories:
             yield rollout | dict.fromkeys(_TRAJECTORY_COLUMNS)
@@ -68,6 +65,30 @@ def export_lines(reader: StoreReader, *, status: str | None = None) -> Iterator[
             yield rollout | _trajectory_line(trajectory)
 
 
+def _failure(stored: StoredRecord) -> str | None:
+    failure = stored.record.failure
+    return f"{failure.failure_class.value}: {failure.message}" if failure else None
+
+
+_ROLLOUT_COLUMNS: Final[Mapping[str, Callable[[StoredRecord], Any]]] = {
+    "rollout_id": attrgetter("record.rollout_id"),
+    "group_key": attrgetter("record.group_key"),
+    "item_id": attrgetter("item_id"),
+    "draw": attrgetter("draw"),
+    "source": attrgetter("source"),
+    "member": attrgetter("record.member"),
+    "policy": attrgetter("policy"),
+    "incarnation": attrgetter("incarnation"),
+    "admitted_version": attrgetter("admitted_version"),
+    "status": attrgetter("record.status.value"),
+    "reason": attrgetter("record.reason"),
+    "failure": _failure,
+    "attempts": attrgetter("record.attempts"),
+    "duration_s": attrgetter("record.duration_s"),
+    "outcome": attrgetter("outcome"),
+    "outcome_reason": attrgetter("outcome_reason"),
+    "outcome_version": attrgetter("outcome_version"),
+}
 _TRAJECTORY_COLUMNS: Final = (
     "trajectory_id",
     "group_id",
@@ -86,47 +107,20 @@ _MAPPINGS: Final = ("reward_parts", "metrics", "provenance", "extra")
 """Columns that Parquet holds as JSON text: their keys differ from run to run."""
 
 
-def _rollout_line(stored: StoredRecord) -> dict[str, Any]:
-    record = stored.record
-    failure = record.failure
-    return {
-        "rollout_id": record.rollout_id,
-        "group_key": record.group_key,
-        "item_id": stored.item_id,
-        "draw": stored.draw,
-        "source": stored.source,
-        "member": record.member,
-        "policy": stored.policy,
-        "incarnation": stored.incarnation,
-        "admitted_version": stored.admitted_version,
-        "status": record.status.value,
-        "reason": record.reason,
-        "failure": f"{failure.failure_class.value}: {failure.message}" if failure else None,
-        "attempts": record.attempts,
-        "duration_s": record.duration_s,
-        "outcome": stored.outcome,
-        "outcome_reason": stored.outcome_reason,
-        "outcome_version": stored.outcome_version,
-    }
-
-
 def _trajectory_line(trajectory: Trajectory) -> dict[str, Any]:
     line = {name: to_jsonable(getattr(trajectory, name)) for name in _TRAJECTORY_COLUMNS}
     return line | {"rows": [_row_line(row) for row in trajectory.rows]}
 
 
 def _row_line(row: TokenRow) -> dict[str, Any]:
+    versions = [{"start": s.start, "end": s.end, "version": str(s.version)} for s in row.versions]
     return {
         "token_ids": row.token_ids.tolist(),
         "loss_mask": row.loss_mask.tolist(),
-        "sampled": None if row.sampled is None else row.sampled.tolist(),
-        "behavior_logprobs": None
-        if row.behavior_logprobs is None
-        else row.behavior_logprobs.tolist(),
-        "versions": [
-            {"start": s.start, "end": s.end, "version": str(s.version)} for s in row.versions
-        ],
-        "turns": [to_jsonable(turn) for turn in row.turns],
+        "sampled": to_jsonable(row.sampled),
+        "behavior_logprobs": to_jsonable(row.behavior_logprobs),
+        "versions": versions,
+        "turns": to_jsonable(row.turns),
         "temperature": row.temperature,
     }
 
@@ -148,60 +142,33 @@ def to_jsonable(value: Any) -> Any:
     return repr(value)
 
 
-def _for_parquet(name: str, value: Any) -> Any:
-    if name in _MAPPINGS and value is not None:
-        return json.dumps(value, ensure_ascii=False)
-    return value
+def _for_parquet(line: dict[str, Any]) -> dict[str, Any]:
+    packed = {
+        name: json.dumps(line[name], ensure_ascii=False)
+        for name in _MAPPINGS
+        if line[name] is not None
+    }
+    return line | packed
 
 
 def _parquet_schema(pyarrow: Any) -> Any:
     text, number, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
-    span = pyarrow.struct([("start", number), ("end", number), ("version", text)])
+    span = pyarrow.struct({"start": number, "end": number, "version": text})
     turn = pyarrow.struct(
-        [
-            ("start", number),
-            ("end", number),
-            ("finish_reason", text),
-            ("reward", real),
-            ("anchor", text),
-        ]
+        {"start": number, "end": number, "finish_reason": text, "reward": real, "anchor": text}
     )
     row = pyarrow.struct(
-        [
-            ("token_ids", pyarrow.list_(pyarrow.int32())),
-            ("loss_mask", pyarrow.list_(pyarrow.bool_())),
-            ("sampled", pyarrow.list_(pyarrow.bool_())),
-            ("behavior_logprobs", pyarrow.list_(pyarrow.float32())),
-            ("versions", pyarrow.list_(span)),
-            ("turns", pyarrow.list_(turn)),
-            ("temperature", real),
-        ]
+        {
+            "token_ids": pyarrow.list_(pyarrow.int32()),
+            "loss_mask": pyarrow.list_(pyarrow.bool_()),
+            "sampled": pyarrow.list_(pyarrow.bool_()),
+            "behavior_logprobs": pyarrow.list_(pyarrow.float32()),
+            "versions": pyarrow.list_(span),
+            "turns": pyarrow.list_(turn),
+            "temperature": real,
+        }
     )
-    numbers = {"draw", "member", "incarnation", "admitted_version", "attempts", "outcome_version"}
-    reals = {"duration_s", "reward"}
-    kinds = (
-        dict.fromkeys(numbers, number) | dict.fromkeys(reals, real) | {"rows": pyarrow.list_(row)}
-    )
-    return pyarrow.schema([(name, kinds.get(name, text)) for name in _COLUMNS])
-
-
-_COLUMNS: Final = (
-    "rollout_id",
-    "group_key",
-    "item_id",
-    "draw",
-    "source",
-    "member",
-    "policy",
-    "incarnation",
-    "admitted_version",
-    "status",
-    "reason",
-    "failure",
-    "attempts",
-    "duration_s",
-    "outcome",
-    "outcome_reason",
-    "outcome_version",
-    *_TRAJECTORY_COLUMNS,
-)
+    numbers = ("draw", "member", "incarnation", "admitted_version", "attempts", "outcome_version")
+    kinds = dict.fromkeys((*_ROLLOUT_COLUMNS, *_TRAJECTORY_COLUMNS), text)
+    kinds |= dict.fromkeys(numbers, number) | dict.fromkeys(("duration_s", "reward"), real)
+    return pyarrow.schema(kinds | {"rows": pyarrow.list_(row)})

@@ -7,16 +7,20 @@ a run writes, and stores of older schemas.
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from nexrl.errors import StoreError
 from nexrl.pool.store_codec import decode_failure, decode_trajectory
-from nexrl.pool.store_schema import TABLES, columns_of, layouts_of, open_for_reading, store_error
+from nexrl.pool.store_schema import (
+    TABLES,
+    columns_of,
+    layouts_of,
+    naming_errors,
+    open_for_reading,
+)
 from nexrl.types import Annotation, RolloutRecord, Trajectory, TrajectoryStatus
 from nexrl.wire import unpack
 
@@ -61,26 +65,18 @@ class StoreReader:
         self.path = Path(path)
         self._connection = open_for_reading(self.path)
         try:
-            self._layouts = layouts_of(self._connection)
-            self._rollout_columns = self._columns("rollouts", "r")
-            self._trajectory_columns = self._columns("trajectories", "t")
-        except sqlite3.Error as error:
+            with naming_errors(self.path):
+                self._layouts = layouts_of(self._connection)
+                self._rollout_columns = self._columns("rollouts", "r")
+                self._trajectory_columns = self._columns("trajectories", "t")
+        except StoreError:
             self._connection.close()
-            raise store_error(self.path, error) from error
+            raise
 
     def __enter__(self) -> StoreReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
+    def __exit__(self, *exception: object) -> None:
         self._connection.close()
 
     def read(
@@ -103,28 +99,15 @@ class StoreReader:
             "o.version = ?": version,
             "r.item_id = ?": item_id,
             "r.policy = ?": policy,
+            f"r.row IN (SELECT row FROM ({_IDS}) WHERE id = ?)": trajectory_id,  # noqa: S608
         }
-        clauses = [clause for clause, value in filters.items() if value is not None]
-        values = [value for value in filters.values() if value is not None]
-        if trajectory_id is not None:
-            clauses.append(
-                "(r.rollout_id = ? OR r.row IN "
-                "(SELECT rollout FROM trajectories WHERE trajectory_id = ?))"
-            )
-            values += [trajectory_id, trajectory_id]
-        where = " AND ".join(clauses) or "1"
-        try:
-            yield from self._read(where, values)
-        except sqlite3.Error as error:
-            raise store_error(self.path, error) from error
+        given = {clause: value for clause, value in filters.items() if value is not None}
+        return self._read(" AND ".join(given) or "1", list(given.values()))
 
     def newest(self, limit: int) -> list[StoredRecord]:
         """The last rollouts written, oldest of them first."""
         where = "r.row > (SELECT coalesce(max(row), 0) FROM rollouts) - ?"
-        try:
-            return list(self._read(where, [limit]))
-        except sqlite3.Error as error:
-            raise store_error(self.path, error) from error
+        return list(self._read(where, [limit]))
 
     def counts(self) -> dict[str, int]:
         """Rollouts by `status`, by `outcome` and by `outcome/reason`."""
@@ -133,7 +116,7 @@ class StoreReader:
     def reward_statistics(self) -> dict[str, float]:
         """Count, mean, minimum and maximum of the rewards that rollouts left; empty without any."""
         query = "SELECT count(reward), avg(reward), min(reward), max(reward) FROM trajectories"
-        count, *values = self._query(query)[0]
+        ((count, *values),) = self._query(query)
         if not count:
             return {}
         return dict(zip(("count", "mean", "min", "max"), (float(count), *values), strict=True))
@@ -141,37 +124,28 @@ class StoreReader:
     def ledger_lines(self, *, policy: str | None = None) -> list[dict[str, Any]]:
         """The ledger after each batch, as it was printed."""
         query = "SELECT policy, incarnation, version, counts FROM ledger ORDER BY row"
-        names = ("policy", "incarnation", "version")
-        lines = [
-            {**dict(zip(names, values, strict=True)), **json.loads(counts)}
-            for *values, counts in self._query(query)
+        return [
+            {"policy": name, "incarnation": incarnation, "version": version, **json.loads(counts)}
+            for name, incarnation, version, counts in self._query(query)
+            if policy in (None, name)
         ]
-        return [line for line in lines if policy in (None, line["policy"])]
 
     def _read(self, where: str, values: list[Any]) -> Iterator[StoredRecord]:
-        source = f"FROM rollouts r LEFT JOIN ({_LATEST}) o ON o.rollout = r.row"
-        rollouts = self._connection.execute(
-            f"SELECT {self._rollout_columns}, coalesce(o.outcome, '{OPEN}'), coalesce(o.reason, ''), o.version "
-            f"{source} WHERE {where} ORDER BY r.row",
+        rollouts = self._query(
+            f"SELECT o.outcome, o.reason, o.version, {self._rollout_columns} FROM rollouts r "  # noqa: S608
+            f"LEFT JOIN ({_LATEST}) o ON o.rollout = r.row WHERE {where} ORDER BY r.row",
             values,
         )
-        names = list(TABLES["rollouts"])
-        for found in rollouts:
-            *own, outcome, reason, version = found
-            fields = dict(zip(names, own, strict=True))
+        for outcome, reason, version, *own in rollouts:
+            fields = dict(zip(TABLES["rollouts"], own, strict=True))
             trajectories = self._trajectories(fields)
             yield StoredRecord(
                 record=self._record(fields, trajectories),
-                item_id=fields["item_id"],
-                draw=fields["draw"],
-                source=fields["source"],
-                policy=fields["policy"],
-                incarnation=fields["incarnation"],
-                admitted_version=fields["admitted_version"],
-                outcome=outcome,
-                outcome_reason=reason,
+                outcome=outcome or OPEN,
+                outcome_reason=reason or "",
                 outcome_version=version,
                 annotations=tuple(self._annotations(fields, trajectories)),
+                **{name: fields[name] for name in _OF_THE_DRAW},
             )
 
     def _record(
@@ -179,32 +153,27 @@ class StoreReader:
     ) -> RolloutRecord:
         failure = fields["failure"]
         return RolloutRecord(
-            rollout_id=fields["rollout_id"],
-            group_key=fields["group_key"],
-            member=fields["member"],
             status=TrajectoryStatus(fields["status"]),
-            reason=fields["reason"],
             trajectories=trajectories,
             failure=decode_failure(failure, self._layouts[fields["layout"]]) if failure else None,
-            attempts=fields["attempts"],
-            duration_s=fields["duration_s"],
+            **{name: fields[name] for name in _OF_THE_RECORD},
         )
 
     def _trajectories(self, fields: dict[str, Any]) -> tuple[Trajectory, ...]:
         first = fields["first_trajectory"]
-        found = self._connection.execute(
-            f"SELECT {self._trajectory_columns} FROM trajectories t WHERE t.row >= ? AND t.row < ? ORDER BY t.row",  # noqa: S608
+        found = self._query(
+            f"SELECT {self._trajectory_columns} FROM trajectories t "  # noqa: S608
+            "WHERE t.row >= ? AND t.row < ? ORDER BY t.row",
             (first, first + fields["num_trajectories"]),
         )
-        names = list(TABLES["trajectories"])
-        rows = (dict(zip(names, values, strict=True)) for values in found)
+        rows = (dict(zip(TABLES["trajectories"], values, strict=True)) for values in found)
         return tuple(decode_trajectory(r["facts"], self._layouts[r["layout"]]) for r in rows)
 
     def _annotations(
         self, fields: dict[str, Any], trajectories: tuple[Trajectory, ...]
     ) -> Iterator[Annotation]:
         first = fields["first_trajectory"]
-        for trajectory, kind, producer, version, value in self._connection.execute(
+        for trajectory, kind, producer, version, value in self._query(
             "SELECT trajectory, kind, producer, version, value FROM annotations "
             "WHERE trajectory >= ? AND trajectory < ? ORDER BY row",
             (first, first + len(trajectories)),
@@ -221,53 +190,45 @@ class StoreReader:
         """Every column of this version; one that an older file lacks reads as its default."""
         present = columns_of(self._connection, table)
         return ", ".join(
-            f"{alias}.{name}" if name in present else _default(kind)
+            f"{alias}.{name}" if name in present else kind.partition("DEFAULT ")[2] or "NULL"
             for name, kind in TABLES[table].items()
         )
 
-    def _query(self, query: str) -> list[tuple[Any, ...]]:
-        try:
-            return self._connection.execute(query).fetchall()
-        except sqlite3.Error as error:
-            raise store_error(self.path, error) from error
+    def _query(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        """Rows as they are read, so that a store larger than memory can be exported."""
+        with naming_errors(self.path):
+            cursor = self._connection.execute(query, values)
+            # Not from the cursor itself: a reader left halfway would close it after its connection.
+            yield from iter(cursor.fetchone, None)
 
 
+_OF_THE_DRAW: Final = ("item_id", "draw", "source", "policy", "incarnation", "admitted_version")
+_OF_THE_RECORD: Final = ("rollout_id", "group_key", "member", "reason", "attempts", "duration_s")
+"""Fields that are columns of the same name."""
+_IDS: Final = (
+    "SELECT row, rollout_id AS id FROM rollouts "
+    "UNION ALL SELECT rollout, trajectory_id FROM trajectories"
+)
 _LATEST: Final = "SELECT rollout, outcome, reason, version, max(row) FROM outcomes GROUP BY rollout"
-_COUNTS: Final = """
+_COUNTS: Final = f"""
 SELECT 'status/' || status, count(*) FROM rollouts GROUP BY 1
 UNION ALL
-SELECT 'outcome/' || coalesce(o.outcome, 'open')
+SELECT 'outcome/' || coalesce(o.outcome, '{OPEN}')
     || CASE coalesce(o.reason, '') WHEN '' THEN '' ELSE '/' || o.reason END, count(*)
-FROM rollouts r LEFT JOIN
-    (SELECT rollout, outcome, reason, max(row) FROM outcomes GROUP BY rollout) o
-    ON o.rollout = r.row
+FROM rollouts r LEFT JOIN ({_LATEST}) o ON o.rollout = r.row
 GROUP BY 1 ORDER BY 1
-"""
-
-
-def _default(declaration: str) -> str:
-    _, separator, default = declaration.partition("DEFAULT ")
-    return default if separator else "NULL"
+"""  # noqa: S608
 
 
 def annotated(stored: StoredRecord) -> tuple[Trajectory, ...]:
     """The trajectories with the newest reward annotation of each in place of the reward that the
     rollout left: what the trainer saw."""
     rewards = {
-        a.trajectory_id: a.value
+        a.trajectory_id: {name: a.value[name] for name in ("reward", "reward_parts")}
         for a in stored.annotations
         if isinstance(a.value, dict) and "reward" in a.value
     }
-    return tuple(
-        replace(
-            t,
-            reward=rewards[t.trajectory_id]["reward"],
-            reward_parts=rewards[t.trajectory_id]["reward_parts"],
-        )
-        if t.trajectory_id in rewards
-        else t
-        for t in stored.record.trajectories
-    )
+    return tuple(replace(t, **rewards.get(t.trajectory_id, {})) for t in stored.record.trajectories)
 
 
 def find_store(run_or_store: str | Path) -> Path:

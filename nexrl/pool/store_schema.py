@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from nexrl.errors import StoreError
 from nexrl.pool.store_codec import LAYOUT, Layout
@@ -81,64 +82,101 @@ CHECKPOINT_PAGES: Final = 4000
 """Pages in the write-ahead log before SQLite moves them to the main file (16 MB)."""
 
 
-def open_for_writing(path: Path, run_id: str) -> sqlite3.Connection:
+class OpenStore(NamedTuple):
+    """A store that can be written."""
+
+    connection: sqlite3.Connection
+    """Its only writer's; any thread may use it, one at a time."""
+    layout: int
+    """Number of the layout that this version encodes records in."""
+    next_rollout: int
+    """First free row of `rollouts`."""
+    next_trajectory: int
+    """First free row of `trajectories`."""
+
+
+def open_for_writing(path: Path, run_id: str) -> OpenStore:
     """The store at `path`, made when absent, with every table and column of this version.
 
     An existing file is checked page by page first. StoreError names damage and newer schemas.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
-    try:
-        connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-    except sqlite3.Error as error:
-        raise store_error(path, error) from error
-    try:
-        connection.execute("PRAGMA journal_mode = WAL")
+    with _opened(path, str(path), check_same_thread=False, isolation_level=None) as connection:
+        query = connection.execute
+        query("PRAGMA journal_mode = WAL")
         # In WAL mode NORMAL survives the death of the process at any instant; only a power cut or a
         # crash of the machine may lose the last commits, and never corrupts the file.
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        query("PRAGMA synchronous = NORMAL")
+        query(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         if not is_new:
-            check_integrity(connection, path)
-            check_schema(connection, path)
+            (verdict,) = query("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise StoreError(f"{_damage(path)}: {verdict}")
+            _check_schema(connection, path)
         _create(connection, run_id)
-    except sqlite3.Error as error:
-        connection.close()
-        raise store_error(path, error) from error
-    except StoreError:
-        connection.close()
-        raise
-    return connection
+        layout = _current_layout(connection)
+        (rollout,) = query("SELECT coalesce(max(row), 0) + 1 FROM rollouts").fetchone()
+        (trajectory,) = query("SELECT coalesce(max(row), 0) + 1 FROM trajectories").fetchone()
+        return OpenStore(connection, layout, rollout, trajectory)
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """An existing store, also while a run writes it."""
+    """An existing store, also while a run writes it. StoreError as for `open_for_writing`."""
     if not path.is_file():
         raise StoreError(f"there is no trajectory store at {path}")
-    try:
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)
-    except sqlite3.Error as error:
-        raise store_error(path, error) from error
-    try:
+    with _opened(path, f"{path.resolve().as_uri()}?mode=rw", uri=True) as connection:
         connection.execute("PRAGMA query_only = ON")
-        check_schema(connection, path)
+        _check_schema(connection, path)
+        return connection
+
+
+@contextmanager
+def naming_errors(path: Path) -> Iterator[None]:
+    """What an SQLite error in this block means for the owner of the file, as StoreError."""
+    try:
+        yield
     except sqlite3.Error as error:
-        connection.close()
         raise store_error(path, error) from error
-    except StoreError:
-        connection.close()
-        raise
-    return connection
 
 
-def check_integrity(connection: sqlite3.Connection, path: Path) -> None:
-    """StoreError when a page of the main file is damaged."""
-    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if verdict != "ok":
-        raise StoreError(f"{_damage(path)}: {verdict}")
+def store_error(path: Path, error: sqlite3.Error) -> StoreError:
+    """What an SQLite error means for the owner of the file."""
+    text = str(error).lower()
+    if "malformed" in text or "not a database" in text or "corrupt" in text:
+        return StoreError(f"{_damage(path)}: {error}")
+    if "full" in text or "disk i/o" in text:
+        return StoreError(
+            f"trajectory store {path} cannot be written: {error}. Free space on its disk, move the "
+            "run folder, or set trajectory_pool.store.on_error to `continue`"
+        )
+    return StoreError(f"trajectory store {path}: {error}")
 
 
-def check_schema(connection: sqlite3.Connection, path: Path) -> None:
+def columns_of(connection: sqlite3.Connection, table: str) -> list[str]:
+    """Columns that a table has in this file."""
+    return [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+
+
+def layouts_of(connection: sqlite3.Connection) -> Mapping[int, Layout]:
+    """Layouts of the encoded records in this file, by number."""
+    found = connection.execute("SELECT key, value FROM meta WHERE key LIKE 'layout/%'")
+    return {int(key.removeprefix("layout/")): json.loads(value) for key, value in found}
+
+
+@contextmanager
+def _opened(path: Path, database: str, **options: Any) -> Iterator[sqlite3.Connection]:
+    """A connection that stays open unless the block raises."""
+    with naming_errors(path):
+        connection = sqlite3.connect(database, **options)
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
     """StoreError when the store was written by a newer NexRL; an older one is fine."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
     if not tables:
@@ -154,18 +192,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def columns_of(connection: sqlite3.Connection, table: str) -> list[str]:
-    """Columns that a table has in this file."""
-    return [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
-
-
-def layouts_of(connection: sqlite3.Connection) -> Mapping[int, Layout]:
-    """Layouts of the encoded records in this file, by number."""
-    found = connection.execute("SELECT key, value FROM meta WHERE key LIKE 'layout/%'")
-    return {int(key.removeprefix("layout/")): json.loads(value) for key, value in found}
-
-
-def current_layout(connection: sqlite3.Connection) -> int:
+def _current_layout(connection: sqlite3.Connection) -> int:
     """Number of the layout that this version writes, noted in the file when it is new there."""
     known = layouts_of(connection)
     for number, layout in known.items():
@@ -174,19 +201,6 @@ def current_layout(connection: sqlite3.Connection) -> int:
     number = max(known, default=0) + 1
     connection.execute("INSERT INTO meta VALUES (?, ?)", (f"layout/{number}", json.dumps(LAYOUT)))
     return number
-
-
-def store_error(path: Path, error: sqlite3.Error) -> StoreError:
-    """What an SQLite error means for the owner of the file."""
-    text = str(error).lower()
-    if "malformed" in text or "not a database" in text or "corrupt" in text:
-        return StoreError(f"{_damage(path)}: {error}")
-    if "full" in text or "disk i/o" in text:
-        return StoreError(
-            f"trajectory store {path} cannot be written: {error}. Free space on its disk, move the "
-            "run folder, or set trajectory_pool.store.on_error to `continue`"
-        )
-    return StoreError(f"trajectory store {path}: {error}")
 
 
 def _create(connection: sqlite3.Connection, run_id: str) -> None:

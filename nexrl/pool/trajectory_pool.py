@@ -9,49 +9,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from nexrl.errors import (
-    ConfigError,
-    DeadlineError,
-    InvariantError,
-    PoolClosedError,
-)
+from nexrl.errors import DeadlineError, InvariantError, PoolClosedError
 from nexrl.pool.admission import SlotQueue, may_admit
 from nexrl.pool.arrivals import Arrivals, Versions
+from nexrl.pool.door import pushed_record
 from nexrl.pool.dynamic_sampling import DynamicSampling, OnExhausted
 from nexrl.pool.group_rules import FilterFailedError, GroupRules
-from nexrl.pool.group_window import GroupWindow
-from nexrl.pool.hand_out import select_groups
+from nexrl.pool.group_window import GroupWindow, HandedOut
 from nexrl.pool.ledger import Ledger, Outcome
 from nexrl.pool.open_group import OpenGroup
 from nexrl.pool.pool_metrics import PoolMetrics
 from nexrl.pool.record_keeper import RecordKeeper
-from nexrl.pool.scoring import Scoring
 from nexrl.pool.trajectory_store import TrajectoryStore
 from nexrl.protocols import Annotator, GroupFilter, Tracker
-from nexrl.types import (
-    Batch,
-    Draw,
-    LedgerSnapshot,
-    RolloutRecord,
-    Trajectory,
-)
+from nexrl.types import Batch, Draw, LedgerSnapshot, RolloutRecord, Trajectory
 
 STATE_SCHEMA: Final = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HandedOut:
-    """What left with a batch."""
-
-    groups: tuple[OpenGroup, ...]
-    """Its groups, dropped ones that were not replaced included."""
-    dropped: tuple[OpenGroup, ...]
-    """Groups that ended untrained since the hand-out before."""
-    refills: int
-    """Replacements admitted since the hand-out before."""
 
 
 class TrajectoryPool:
@@ -85,16 +60,17 @@ class TrajectoryPool:
         take_deadline_s: float = 3600.0,
         allow_mixed_prompts: bool = True,
     ) -> None:
-        _check_settings(mode, staleness_threshold, hand_out, window)
         self._policy = policy
         self._batch_size = batch_size
         self._group_size = rollout_repeat_n
         self._threshold = staleness_threshold
         self._on_bound = on_bound
+        self._incarnation = incarnation
+        self._take_deadline_s = take_deadline_s
         self._rules = GroupRules(
             min_group_size=min_group_size,
             allow_mixed_prompts=allow_mixed_prompts,
-            filters=filters,
+            filters=tuple(filters),
         )
         self._sampling = DynamicSampling(
             batch_size=batch_size,
@@ -102,11 +78,7 @@ class TrajectoryPool:
             on_exhausted=on_exhausted,
             tracker=tracker,
         )
-        self._tracker = tracker
         self._keeper = RecordKeeper(store, policy=policy, on_error=store_on_error, tracker=tracker)
-        self._incarnation = incarnation
-        self._take_deadline_s = take_deadline_s
-
         self._ledger = Ledger()
         self._metrics = PoolMetrics()
         self._versions = Versions(first_version, first_version, first_version)
@@ -115,32 +87,28 @@ class TrajectoryPool:
             incarnation=incarnation,
             is_sync=mode == "sync",
             versions=self._versions,
-            scoring=Scoring(
-                annotators=annotators,
-                needs=needs,
-                logprobs_optional=mode == "sync",
-                keeper=self._keeper,
-                tracker=tracker,
-            ),
+            annotators=annotators,
+            needs=needs,
+            ledger=self._ledger,
             keeper=self._keeper,
             metrics=self._metrics,
             tracker=tracker,
         )
-        num_batches = window if hand_out == "windowed" else 1
-        self._window = GroupWindow(num_batches * batch_size)
-        self._out: dict[int, _HandedOut] = {}
+        self._window = GroupWindow(
+            batch_size=batch_size,
+            num_batches=window if hand_out == "windowed" else 1,
+            threshold=staleness_threshold,
+            wait_for_bound=on_bound == "wait",
+        )
+        self._slots = SlotQueue(self._has_slot)
+        self._out: dict[int, HandedOut] = {}
         self._dropped: list[OpenGroup] = []
         self._settled: list[str] = []
         self._next_admission = 0
         self._next_batch_id = 0
         self._num_trained_batches = 0
-        self._slots = SlotQueue(self._has_slot)
         self._taker: asyncio.Future[None] | None = None
-        self._blocker: OpenGroup | None = None
-        self._source_is_closed = False
         self._is_closed = False
-
-    # --- admission ----------------------------------------------------------------------------
 
     async def admit(self, draw: Draw) -> None:
         """Wait for a slot and open the draw's group; first come, first served.
@@ -156,33 +124,27 @@ class TrajectoryPool:
 
     def activate(self, version: int) -> None:
         """`version` is now the lowest that any replica serves: its slots are free."""
-        if version < self._versions.active:
-            raise InvariantError(
-                f"version {version} activated after version {self._versions.active}"
-            )
-        self._versions.active = version
-        self._versions.newest = max(self._versions.newest, version)
+        self._versions.activate(version)
         self._slots.wake()
 
     def close_source(self) -> None:
         """No further draw will be admitted; the last batch may be short."""
-        self._source_is_closed = True
+        self._window.is_final = True
         self._slots.refuse()
         self._wake_taker()
 
     def _has_slot(self) -> bool:
+        num_batches = self._num_trained_batches + len(self._out)
         return may_admit(
-            trained=self._num_trained_batches * self._batch_size,
-            handed_out=len(self._out) * self._batch_size,
-            outstanding=len(self._window) + self._slots.num_reserved,
+            started=num_batches * self._batch_size + len(self._window) + self._slots.num_reserved,
             active_version=self._versions.active - self._versions.base,
             threshold=self._threshold,
             batch_size=self._batch_size,
         )
 
-    def _open(self, draw: Draw, *, size: int, is_pushed: bool = False) -> OpenGroup:
+    def _open(self, draw: Draw, *, size: int, is_pushed: bool = False) -> None:
         group = OpenGroup(
-            draw,
+            draw=draw,
             policy=self._policy,
             size=size,
             admission=self._next_admission,
@@ -194,14 +156,11 @@ class TrajectoryPool:
         self._window.append(group)
         self._ledger.admit(size)
         self._metrics.admitted(draw.source, size)
-        return group
 
     def _refuse_when_closed(self) -> None:
-        if self._is_closed or self._source_is_closed:
+        if self._is_closed or self._window.is_final:
             what = "the pool" if self._is_closed else "the source of draws"
             raise PoolClosedError(f"{what} is closed: nothing more is admitted")
-
-    # --- the end of a rollout -----------------------------------------------------------------
 
     async def end_rollout(self, record: RolloutRecord) -> None:
         """A rollout has ended: store it, annotate it, and close its group when it is the last.
@@ -210,7 +169,7 @@ class TrajectoryPool:
         dropped and counted. Commits follow in the order of the calls, within
         store.commit_every_s: a mark of what became of a record is never durable before it.
         """
-        group = await self._arrivals.end(record, self._ledger)
+        group = await self._arrivals.end(record)
         if group is not None:
             self._close(group)
 
@@ -223,25 +182,15 @@ class TrajectoryPool:
         identity = trajectory.trajectory_id or f"{self._incarnation}.{self._next_admission}"
         draw = Draw(item_id=f"push/{identity}", draw=0, row={}, source="push")
         if draw.key in self._arrivals:
-            self._arrivals.count_duplicate()
+            self._arrivals.counts["duplicate_ends"] += 1
             return
-        record = RolloutRecord(
-            rollout_id=trajectory.rollout_id or draw.key,
-            group_key=draw.key,
-            member=0,
-            status=trajectory.status,
-            trajectories=(trajectory,),
-            failure=trajectory.failure,
-        )
-        self._arrivals.oldest_version(
-            record
-        )  # refused before it is admitted, so that nothing waits for it
+        record = pushed_record(trajectory, draw.key)
+        # Refused before it is admitted, so that nothing waits for it.
+        self._arrivals.oldest_version(record)
         self._open(draw, size=1, is_pushed=True)
-        self._ledger.pushed += 1
+        self._ledger.beside["pushed"] += 1
         await self.end_rollout(record)
         await self._keeper.flush()
-
-    # --- the end of a group -------------------------------------------------------------------
 
     def _close(self, group: OpenGroup) -> None:
         """All members have ended: the group is ready, or ends untrained."""
@@ -281,16 +230,12 @@ class TrajectoryPool:
             self._slots.wake()
 
     def _end_untrained(self, group: OpenGroup, outcome: Outcome, reason: str) -> None:
-        kept = group.move_kept(self._ledger, outcome, reason)
-        group.state = "dropped"
+        kept = group.move(self._ledger, outcome, reason)
         self._keeper.outcome(kept, outcome, reason, version=self._versions.active)
+        self._metrics.dropped(kept)
         for member in kept:
-            if member.record is not None:
-                self._metrics.dropped(member.record)
-                member.record = None
+            member.record = None
         self._dropped.append(group)
-
-    # --- hand-out -----------------------------------------------------------------------------
 
     async def take(self, *, version: int) -> Batch | None:
         """Wait for the batch that `version` consumes; None when the source is closed and nothing is
@@ -307,12 +252,15 @@ class TrajectoryPool:
         try:
             async with asyncio.timeout(self._take_deadline_s):
                 while (batch := self._next_batch(version)) is None:
-                    if self._is_exhausted():
+                    if self._window.is_exhausted:
                         return None
                     self._taker = asyncio.get_running_loop().create_future()
                     await self._taker
         except TimeoutError:
-            raise DeadlineError(self._describe_wait(version)) from None
+            raise DeadlineError(
+                f"no batch for version {version} after {self._take_deadline_s} s: "
+                f"{self._window.describe_wait()}"
+            ) from None
         finally:
             self._taker = None
         return batch
@@ -320,14 +268,12 @@ class TrajectoryPool:
     def mark_trained(self, batch: Batch) -> None:
         """The publish that ends the batch is done."""
         out = self._pop_out(batch)
-        for group in out.groups:
-            if group.state == "handed_out":
-                members = group.move_kept(self._ledger, "trained")
-                group.state = "trained"
-                self._keeper.outcome(members, "trained", "", version=batch.version)
+        trained = [group for group in out.groups if group.state == "handed_out"]
+        for group in trained:
+            members = group.move(self._ledger, "trained")
+            self._keeper.outcome(members, "trained", "", version=batch.version)
         self._num_trained_batches += 1
-        ended = [*out.dropped, *(g for g in out.groups if g.state == "trained")]
-        self._settled += [g.draw.key for g in ended if not g.is_pushed]
+        self._settled += [g.draw.key for g in (*out.dropped, *trained) if not g.is_pushed]
         self._metrics.trained(batch)
         self._keeper.ledger(self._ledger.snapshot(), version=batch.version)
 
@@ -336,8 +282,7 @@ class TrajectoryPool:
         out = self._pop_out(batch)
         for group in out.groups:
             if group.state == "handed_out":
-                group.move_kept(self._ledger, "ready")
-                group.state = "ready"
+                group.move(self._ledger, "ready")
         self._window.put_back(out.groups)
         self._dropped[:0] = out.dropped
         self._sampling.put_back(out.refills)
@@ -352,47 +297,21 @@ class TrajectoryPool:
 
     def _next_batch(self, version: int) -> Batch | None:
         """The batch for `version`, or None while it cannot be made."""
-        while self._may_have_batch():
-            selection = select_groups(
-                self._window.candidates,
-                batch_size=self._batch_size,
-                version=version,
-                threshold=self._threshold,
-                wait_for_bound=self._on_bound == "wait",
-                is_final=self._source_is_closed,
-            )
-            self._blocker = selection.blocker
-            if not selection.chosen:
-                return None
-            if self._drop_stale(selection.chosen, version):
-                continue
-            if self._skips(selection.chosen):
-                continue
-            return self._hand_out(selection.chosen, version)
-        return None
-
-    def _may_have_batch(self) -> bool:
-        """Cheap enough to ask at the end of each group."""
         if self._is_closed:
             raise PoolClosedError("the pool is closed: no batch is handed out")
-        if self._blocker is not None and not self._blocker.is_closed:
-            return False
-        num_closed, num_candidates = self._window.num_closed, self._window.num_candidates
-        if self._source_is_closed:
-            return num_candidates > 0 and num_closed >= min(self._batch_size, num_candidates)
-        return num_closed >= self._batch_size
-
-    def _is_exhausted(self) -> bool:
-        return self._source_is_closed and len(self._window) == 0
+        while chosen := self._window.choose(version):
+            if not self._drop_stale(chosen, version) and not self._skips(chosen):
+                return self._hand_out(chosen, version)
+        return None
 
     def _drop_stale(self, groups: Sequence[OpenGroup], version: int) -> bool:
-        """The last check: no trained token is older than the bound. True when one was."""
-        found = False
-        for group in groups:
-            oldest = group.oldest_version
-            if group.state != "ready" or version - oldest <= self._threshold:
-                continue
-            reason = f"version {oldest} consumed at {version}, bound {self._threshold}"
+        """The last check: no trained token is older than the bound. Whether one was."""
+        bound = version - self._threshold
+        stale = [g for g in groups if g.state == "ready" and g.oldest_version < bound]
+        for group in stale:
+            reason = (
+                f"version {group.oldest_version} consumed at {version}, bound {self._threshold}"
+            )
             if self._on_bound == "wait" and not group.is_pushed:
                 raise InvariantError(
                     f"group {group.draw.key} is stale: {reason}; it was admitted as number "
@@ -400,16 +319,14 @@ class TrajectoryPool:
                     f"{self._batch_size}, first version {self._versions.base}"
                 )
             self._drop(group, "stale", reason)
-            found = True
-        return found
+        return bool(stale)
 
     def _skips(self, groups: Sequence[OpenGroup]) -> bool:
         """Whether the batch is short, its refill budget spent, and another one is begun instead."""
-        kept = [group for group in groups if group.state == "ready"]
-        if len(kept) == len(groups):
+        num_kept = sum(group.state == "ready" for group in groups)
+        if num_kept == len(groups):
             return False
-        action = self._sampling.act_on_short(len(kept), batch_id=self._next_batch_id)
-        if action != "skip":
+        if self._sampling.act_on_short(num_kept, batch_id=self._next_batch_id) != "skip":
             return False
         for group in groups:
             if group.state == "ready":
@@ -420,20 +337,11 @@ class TrajectoryPool:
         return True
 
     def _hand_out(self, groups: Sequence[OpenGroup], version: int) -> Batch:
-        staleness: list[int] = []
-        kept: list[OpenGroup] = []
+        kept = [group for group in groups if group.state == "ready"]
         for group in groups:
             self._window.remove(group)
-            if group.state == "ready":
-                members = group.move_kept(self._ledger, "handed_out")
-                group.state = "handed_out"
-                kept.append(group)
-                self._metrics.mean("pool/group_size", len(members))
-                staleness += [
-                    version
-                    - (group.admitted_version if m.oldest_version is None else m.oldest_version)
-                    for m in members
-                ]
+        for group in kept:
+            group.move(self._ledger, "handed_out")
         batch = Batch(
             batch_id=self._next_batch_id,
             policy=self._policy,
@@ -441,18 +349,18 @@ class TrajectoryPool:
             groups=tuple(group.to_rollout_group() for group in kept),
             num_expected_groups=self._batch_size,
         )
-        self._out[batch.batch_id] = _HandedOut(
+        self._out[batch.batch_id] = HandedOut(
             groups=tuple(groups),
             dropped=tuple(self._dropped),
             refills=self._sampling.handed_out(),
         )
-        self._metrics.handed_out(staleness, len(kept))
+        self._metrics.handed_out(kept, version)
         self._dropped = []
         self._next_batch_id += 1
         self._versions.newest = max(self._versions.newest, version + 1)
         return batch
 
-    def _pop_out(self, batch: Batch) -> _HandedOut:
+    def _pop_out(self, batch: Batch) -> HandedOut:
         out = self._out.pop(batch.batch_id, None)
         if out is None:
             raise InvariantError(
@@ -461,20 +369,11 @@ class TrajectoryPool:
         return out
 
     def _wake_taker(self) -> None:
-        taker = self._taker
-        if taker is None or taker.done():
+        """Once there is something for it: a batch, the end of all draws, or the end of the pool."""
+        if self._taker is None or self._taker.done():
             return
-        if self._is_closed or self._may_have_batch() or self._is_exhausted():
-            taker.set_result(None)
-
-    def _describe_wait(self, version: int) -> str:
-        return (
-            f"no batch for version {version} after {self._take_deadline_s} s: "
-            f"{self._window.num_closed} of {self._batch_size} groups have ended; "
-            f"waiting for {self._window.describe_running() or 'groups that nobody has started'}"
-        )
-
-    # --- numbers, state, end ------------------------------------------------------------------
+        if self._is_closed or self._window.may_choose() or self._window.is_exhausted:
+            self._taker.set_result(None)
 
     @property
     def ledger(self) -> LedgerSnapshot:
@@ -483,15 +382,16 @@ class TrajectoryPool:
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call; `ledger/*` and counts are of the whole stage."""
-        counts = {f"pool/{name}": float(count) for name, count in self._arrivals.counts.items()}
-        beside = ("attempts", "trajectories", "rows", "tokens", "pushed")
+        counts = {
+            **self._arrivals.counts,
+            **self._ledger.beside,
+            "open_groups": len(self._window),
+            "closed_groups": self._window.num_closed,
+        }
         return {
             **self._metrics.flush(self._ledger.snapshot()),
-            **counts,
+            **{f"pool/{name}": float(count) for name, count in counts.items()},
             **self._sampling.counts(),
-            **{f"pool/{name}": float(getattr(self._ledger, name)) for name in beside},
-            "pool/open_groups": float(len(self._window)),
-            "pool/closed_groups": float(self._window.num_closed),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -500,15 +400,15 @@ class TrajectoryPool:
         (`not_consumed` lists them) and are drawn again, so that resuming equals not stopping."""
         groups = [*self._window, *(g for out in self._out.values() for g in out.groups)]
         dropped = [*self._dropped, *(g for out in self._out.values() for g in out.dropped)]
-        live = (group for group in groups if group.state != "dropped")
-        unique = {group.admission: group for group in (*live, *dropped)}
-        members = [member for group in unique.values() for member in group.members]
+        again = [*dropped, *(group for group in groups if group.state != "dropped")]
+        again.sort(key=lambda group: group.admission)
+        members = [member for group in again for member in group.members]
         return {
             "schema": STATE_SCHEMA,
             "policy": self._policy,
             "version": self._versions.base + self._num_trained_batches,
             "next_batch_id": self._next_batch_id - len(self._out),
-            "not_consumed": [unique[admission].draw.key for admission in sorted(unique)],
+            "not_consumed": [group.draw.key for group in again],
             "ledger": self._ledger.to_state((m.outcome, m.reason) for m in members),
         }
 
@@ -524,11 +424,11 @@ class TrajectoryPool:
             )
         if self._next_admission:
             raise InvariantError("pool state must be loaded before the first draw is admitted")
-        self._ledger = Ledger.from_state(state["ledger"])
+        self._ledger.load_state(state["ledger"])
         versions = self._versions
         versions.base = versions.active = versions.newest = int(state["version"])
         self._next_batch_id = int(state["next_batch_id"])
-        self._keeper.roll_back(version=self._versions.base)
+        self._keeper.roll_back(version=versions.base)
 
     async def flush(self) -> None:
         """Return once everything that has happened so far is committed; for checkpoints."""
@@ -543,13 +443,3 @@ class TrajectoryPool:
         self._slots.refuse()
         self._wake_taker()
         await self._keeper.flush()
-
-
-def _check_settings(mode: str, threshold: int, hand_out: str, window: int) -> None:
-    if mode == "sync" and threshold != 0:
-        raise ConfigError(f"weight.staleness_threshold must be 0 in mode sync, got {threshold}")
-    if hand_out == "windowed" and window > threshold + 1:
-        raise ConfigError(
-            "trajectory_pool.window must be at most weight.staleness_threshold + 1 = "
-            f"{threshold + 1}, got {window}"
-        )

@@ -14,13 +14,14 @@ import sqlite3
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from nexrl.errors import DeadlineError, StoreError
-from nexrl.pool.store_codec import encode_failure, encode_trajectory
-from nexrl.pool.store_schema import TABLES, current_layout, open_for_writing, store_error
+from nexrl.pool.store_codec import encode
+from nexrl.pool.store_schema import TABLES, open_for_writing, store_error
 from nexrl.types import Annotation, Draw, LedgerSnapshot, RolloutRecord, Trajectory
 from nexrl.wire import pack
 
@@ -44,27 +45,22 @@ class StoredRollout:
         return asyncio.shield(self._commit).__await__()
 
 
-class _Rollout(NamedTuple):
-    """A record as the writer gets it; encoded in the writer's thread."""
-
-    row: int
-    first_trajectory: int
-    record: RolloutRecord
-    draw: Draw | None
-    policy: str
-    admitted_version: int
-
-
 class _Pending:
     """What the next commit will contain."""
 
     def __init__(self, commit: asyncio.Future[None]) -> None:
         self.commit = commit
-        self.rollouts: list[_Rollout] = []
-        self.outcomes: list[tuple[int, str, str, int]] = []
-        self.annotations: list[tuple[int, str, str, str, bytes]] = []
-        self.ledger: list[tuple[str, int, int, str]] = []
+        self.rows: dict[str, list[tuple[Any, ...]]] = {table: [] for table in TABLES}
+        """Values by table, in the order of its columns."""
+        self.trajectories: list[tuple[int, int, Trajectory]] = []
+        """Their rows, the rows of their rollouts, and what the writer's thread encodes."""
         self.statements: list[tuple[str, tuple[Any, ...]]] = []
+        """Run after all rows are in."""
+
+    @property
+    def num_records(self) -> int:
+        """Rollouts among the rows."""
+        return len(self.rows["rollouts"])
 
 
 class TrajectoryStore:
@@ -92,8 +88,9 @@ class TrajectoryStore:
         self._commit_max_records = commit_max_records
         self._max_queued_records = max_queued_records
         self._write_deadline_s = write_deadline_s
-        self._connection = open_for_writing(self.path, run_id)
-        self._layout, self._next_rollout, self._next_trajectory = self._prepare()
+        store = open_for_writing(self.path, run_id)
+        self._connection, self._layout = store.connection, store.layout
+        self._next_rollout, self._next_trajectory = store.next_rollout, store.next_trajectory
         self._error: StoreError | None = None
         self._pending: _Pending | None = None
         self._writing: _Pending | None = None
@@ -106,8 +103,6 @@ class TrajectoryStore:
         # then either committed or absent.
         self._thread = threading.Thread(target=self._write_loop, name="store-writer", daemon=True)
         self._thread.start()
-
-    # --- writing ------------------------------------------------------------------------------
 
     def append(
         self,
@@ -122,8 +117,29 @@ class TrajectoryStore:
         row, first = self._next_rollout, self._next_trajectory
         self._next_rollout += 1
         self._next_trajectory += len(record.trajectories)
-        pending.rollouts.append(_Rollout(row, first, record, draw, policy, admitted_version))
-        if len(pending.rollouts) >= self._commit_max_records:
+        pending.rows["rollouts"].append(
+            (
+                row,
+                record.rollout_id,
+                record.group_key,
+                *((draw.item_id, draw.draw, draw.order, draw.source) if draw else ("", 0, 0, "")),
+                record.member,
+                policy,
+                self._incarnation,
+                admitted_version,
+                record.status.value,
+                record.reason,
+                encode(record.failure) if record.failure else None,
+                self._layout,
+                first,
+                len(record.trajectories),
+                record.attempts,
+                record.duration_s,
+            )
+        )
+        for index, trajectory in enumerate(record.trajectories):
+            pending.trajectories.append((first + index, row, trajectory))
+        if pending.num_records >= self._commit_max_records:
             self._commit_soon()
         return StoredRollout(row, first, pending.commit)
 
@@ -131,7 +147,8 @@ class TrajectoryStore:
         self, rollouts: Iterable[int], outcome: str, reason: str, *, version: int
     ) -> None:
         """Queue what became of rollouts (row numbers)."""
-        self._open_pending().outcomes += [(row, outcome, reason, version) for row in rollouts]
+        rows = self._open_pending().rows["outcomes"]
+        rows += [(None, row, outcome, reason, version) for row in rollouts]
 
     def append_annotation(
         self,
@@ -145,14 +162,15 @@ class TrajectoryStore:
     ) -> None:
         """Queue what an annotator added to trajectory `index` of a stored record."""
         version = after.provenance.reward_contract if kind == "reward" else ""
-        value = pack(annotation_value(before, after))
         row = stored.first_trajectory + index
-        self._open_pending().annotations.append((row, kind, producer, version, value))
+        value = pack(_annotation_value(before, after))
+        self._open_pending().rows["annotations"].append((None, row, kind, producer, version, value))
 
     def append_ledger(self, snapshot: LedgerSnapshot, *, policy: str, version: int) -> None:
         """Queue a ledger line."""
         counts = json.dumps(asdict(snapshot))
-        self._open_pending().ledger.append((policy, self._incarnation, version, counts))
+        line = (None, policy, self._incarnation, version, counts)
+        self._open_pending().rows["ledger"].append(line)
 
     async def annotate(self, annotations: Sequence[Annotation]) -> None:
         """Append judgements about stored trajectories, found by id (the newest of that id).
@@ -196,8 +214,8 @@ class TrajectoryStore:
     def is_full(self) -> bool:
         """Whether callers of `append` shall wait for `room` first."""
         pending, writing = self._pending, self._writing
-        queued = len(pending.rollouts) if pending else 0
-        return queued + (len(writing.rollouts) if writing else 0) >= self._max_queued_records
+        queued = pending.num_records if pending else 0
+        return queued + (writing.num_records if writing else 0) >= self._max_queued_records
 
     async def room(self) -> None:
         """Return when the queue is below its bound."""
@@ -227,8 +245,6 @@ class TrajectoryStore:
                 self._timer.cancel()
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join, self._write_deadline_s)
-
-    # --- the event loop's side of a commit ----------------------------------------------------
 
     def _open_pending(self) -> _Pending:
         self._raise_error()
@@ -283,8 +299,6 @@ class TrajectoryStore:
         if self._error is not None:
             raise self._error
 
-    # --- the writer's thread ------------------------------------------------------------------
-
     def _write_loop(self) -> None:
         """Consumes pending commits; produces acknowledgements; woken by the queue; ends on None."""
         while (job := self._jobs.get()) is not None:
@@ -301,20 +315,14 @@ class TrajectoryStore:
         self._connection.close()
 
     def _write(self, pending: _Pending) -> None:
-        rollouts = [self._rollout_values(stored) for stored in pending.rollouts]
-        trajectories = [
-            self._trajectory_values(stored.first_trajectory + i, stored.row, trajectory)
-            for stored in pending.rollouts
-            for i, trajectory in enumerate(stored.record.trajectories)
+        pending.rows["trajectories"] = [
+            self._trajectory_values(*entry) for entry in pending.trajectories
         ]
         execute = self._connection.execute
         execute("BEGIN IMMEDIATE")
         try:
-            self._insert("rollouts", rollouts)
-            self._insert("trajectories", trajectories)
-            self._insert("outcomes", [(None, *values) for values in pending.outcomes])
-            self._insert("annotations", [(None, *values) for values in pending.annotations])
-            self._insert("ledger", [(None, *values) for values in pending.ledger])
+            for table, rows in pending.rows.items():
+                self._insert(table, rows)
             for statement, values in pending.statements:
                 execute(statement, values)
             execute("COMMIT")
@@ -326,35 +334,13 @@ class TrajectoryStore:
     def _insert(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Many rows in one statement, because SQLite lets go of the interpreter lock for each
         statement and the event loop then keeps it for milliseconds."""
-        whole = len(rows) - len(rows) % _ROWS_PER_STATEMENT
-        for first in range(0, whole, _ROWS_PER_STATEMENT):
-            chunk = rows[first : first + _ROWS_PER_STATEMENT]
-            self._connection.execute(_INSERT_MANY[table], list(chain.from_iterable(chunk)))
-        self._connection.executemany(_INSERT[table], rows[whole:])
-
-    def _rollout_values(self, stored: _Rollout) -> tuple[Any, ...]:
-        record, draw = stored.record, stored.draw
-        return (
-            stored.row,
-            record.rollout_id,
-            record.group_key,
-            draw.item_id if draw else "",
-            draw.draw if draw else 0,
-            draw.order if draw else 0,
-            draw.source if draw else "",
-            record.member,
-            stored.policy,
-            self._incarnation,
-            stored.admitted_version,
-            record.status.value,
-            record.reason,
-            encode_failure(record.failure) if record.failure else None,
-            self._layout,
-            stored.first_trajectory,
-            len(record.trajectories),
-            record.attempts,
-            record.duration_s,
-        )
+        first, size = 0, _MOST_ROWS
+        while first < len(rows):
+            while size > len(rows) - first:
+                size //= 2
+            values = list(chain.from_iterable(rows[first : first + size]))
+            self._connection.execute(_insert_statement(table, size), values)
+            first += size
 
     def _trajectory_values(self, row: int, rollout: int, trajectory: Trajectory) -> tuple[Any, ...]:
         num_tokens = sum(len(r.token_ids) for r in trajectory.rows)
@@ -365,37 +351,22 @@ class TrajectoryStore:
             trajectory.reward,
             num_tokens,
             self._layout,
-            encode_trajectory(trajectory),
+            encode(trajectory),
         )
 
-    def _prepare(self) -> tuple[int, int, int]:
-        """Number of the record layout, and the next rows of `rollouts` and `trajectories`."""
-        query = self._connection.execute
-        try:
-            layout = current_layout(self._connection)
-            rollouts = query("SELECT max(row) FROM rollouts").fetchone()[0]
-            trajectories = query("SELECT max(row) FROM trajectories").fetchone()[0]
-        except sqlite3.Error as error:
-            self._connection.close()
-            raise store_error(self.path, error) from error
-        return layout, int(rollouts or 0) + 1, int(trajectories or 0) + 1
+
+_MOST_ROWS: Final = 32
+"""In one statement; keeps the widest table below 999 values, which every SQLite accepts."""
 
 
-_ROWS_PER_STATEMENT: Final = 48
-"""As many as keep the widest table below 999 values, which every SQLite accepts."""
-
-
+@cache
 def _insert_statement(table: str, num_rows: int) -> str:
     columns = TABLES[table]
     places = f"({', '.join('?' * len(columns))})"
     return f"INSERT INTO {table} ({', '.join(columns)}) VALUES {', '.join([places] * num_rows)}"  # noqa: S608
 
 
-_INSERT: Final = {table: _insert_statement(table, 1) for table in TABLES}
-_INSERT_MANY: Final = {table: _insert_statement(table, _ROWS_PER_STATEMENT) for table in TABLES}
-
-
-def annotation_value(before: Trajectory, after: Trajectory) -> dict[str, Any]:
+def _annotation_value(before: Trajectory, after: Trajectory) -> dict[str, Any]:
     """What changed between two records of one trajectory: reward and parts, new columns by row."""
     value: dict[str, Any] = {}
     if after.reward != before.reward or after.reward_parts != before.reward_parts:

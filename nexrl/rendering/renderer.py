@@ -22,14 +22,8 @@ from nexrl.types import BoolArray, IntArray
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SPECIAL_TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
+_SPECIAL_TOKEN_NAMES = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 
 
@@ -68,32 +62,15 @@ class HfRenderer:
         config = _read_json(folder / "tokenizer_config.json")
         # Older folders name special tokens in a file of their own.
         special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
-        self._bos_id = self._id_of(special_tokens.get("bos_token"))
-        self._adds_bos = self._bos_id is not None and _adds_bos(tokenizer, self._bos_id)
-        self._eos_ids = self._find_eos_ids(special_tokens.get("eos_token"))
-        self._vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._template: ChatTemplate | None = load_chat_template(folder, config, special_tokens)
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
+        self.bos_token_id = self._id_of(special_tokens.get("bos_token"))
+        """Id that begins a sequence, if there is one."""
+        self.eos_token_ids = self._find_eos_ids(special_tokens.get("eos_token"))
         """Ids that end a sequence: those of generation_config.json (else config.json), then the
         tokenizer's own."""
-        return self._eos_ids
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """Id that begins a sequence, if there is one."""
-        return self._bos_id
-
-    @property
-    def vocab_size(self) -> int:
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         """Largest token id plus one; a model's embedding may have further, unused rows."""
-        return self._vocab_size
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether messages can be rendered."""
-        return self._template is not None
+        self._adds_bos = _adds_bos(tokenizer, self.bos_token_id)
+        self._template: ChatTemplate | None = load_chat_template(folder, config, special_tokens)
 
     def render_text(
         self,
@@ -131,12 +108,13 @@ class HfRenderer:
         """Text as ids. With `add_special_tokens` a BOS is put in front if this tokenizer does
         so and the text does not start with one; an EOS is never added."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if self._bos_id is not None:
-            num_leading = _num_leading(ids, self._bos_id)
+        bos = self.bos_token_id
+        if bos is not None:
+            num_leading = next((i for i, token_id in enumerate(ids) if token_id != bos), len(ids))
             if num_leading > 1:
                 ids = ids[num_leading - 1 :]
             elif num_leading == 0 and add_special_tokens and self._adds_bos:
-                ids = [self._bos_id, *ids]
+                ids = [bos, *ids]
         return np.asarray(ids, np.int32)
 
     def decode(self, token_ids: IntArray, *, skip_special_tokens: bool = True) -> str:
@@ -181,7 +159,7 @@ class HfRenderer:
 
     def _end_of_speech(self, ids: IntArray, start: int, end: int) -> int:
         """Just after the last end-of-sequence token in [start, end), or `end` if there is none."""
-        markers = np.flatnonzero(np.isin(ids[start:end], self._eos_ids))
+        markers = np.flatnonzero(np.isin(ids[start:end], self.eos_token_ids))
         return start + int(markers[-1]) + 1 if len(markers) else end
 
     def _check_prefix(self, part: IntArray, whole: IntArray, what: str) -> None:
@@ -203,11 +181,10 @@ class HfRenderer:
         return None if token is None else self._tokenizer.token_to_id(token)
 
     def _find_eos_ids(self, eos_token: str | None) -> tuple[int, ...]:
-        ids: list[int] = []
         generation = self._folder / "generation_config.json"
         path = generation if generation.is_file() else self._folder / "config.json"
         given = _read_json(path).get("eos_token_id")
-        ids.extend([given] if isinstance(given, int) else given or [])
+        ids = [given] if isinstance(given, int) else list(given or [])
         own = self._id_of(eos_token)
         if own is not None:
             ids.append(own)
@@ -229,7 +206,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Named special tokens; each is a string or an object with `content`."""
     tokens: dict[str, str] = {}
-    for name in SPECIAL_TOKEN_NAMES:
+    for name in _SPECIAL_TOKEN_NAMES:
         value = config.get(name)
         content = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(content, str):
@@ -237,14 +214,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _adds_bos(tokenizer: Tokenizer, bos_id: int) -> bool:
+def _adds_bos(tokenizer: Tokenizer, bos_id: int | None) -> bool:
     """What the post-processor does; `add_bos_token` of tokenizer_config.json has no effect beside
     a tokenizer.json, in transformers too."""
     return bool(tokenizer.encode("a", add_special_tokens=True).ids[:1] == [bos_id])
-
-
-def _num_leading(ids: Sequence[int], token_id: int) -> int:
-    count = 0
-    while count < len(ids) and ids[count] == token_id:
-        count += 1
-    return count

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-Lines = Mapping[str, str]
-"""Metric name by label."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
@@ -19,8 +16,8 @@ class Chart:
 
     title: str
     """Shown above it; a stage's own chart adds the stage."""
-    lines: Lines
-    """What is drawn, where it was logged."""
+    lines: Mapping[str, str]
+    """Metric by label: what is drawn, where it was logged."""
     usual: bool = False
     """Whether the page says so when a run has not logged any of it."""
     per_stage: bool = False
@@ -33,11 +30,14 @@ class Chart:
     """Fewer lines are no chart: they say nothing that another chart does not say."""
 
 
-CURVE: Lines = {
-    "held-out accuracy": "validation/accuracy",
-    "reward, all rollouts": "reward/mean",
-    "reward, trained": "reward/trained_mean",
-}
+CURVE = Chart(
+    title="Curve",
+    lines={
+        "held-out accuracy": "validation/accuracy",
+        "reward, all rollouts": "reward/mean",
+        "reward, trained": "reward/trained_mean",
+    },
+)
 """What curve.png shows."""
 
 CHARTS: tuple[Chart, ...] = (

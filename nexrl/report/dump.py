@@ -69,7 +69,7 @@ class DumpRecorder:
     ) -> None:
         """`header` holds at least the configuration (or its hash) and the code version."""
         self._folder = folder
-        self._kinds = frozenset(kinds)
+        self.kinds = frozenset(kinds)
         self._header = header
         self._every_steps = every_steps
         self._secrets = secrets
@@ -77,17 +77,13 @@ class DumpRecorder:
         self._sequence = 0
         self.step = 0
 
-    def wants(self, kind: str) -> bool:
-        """Whether messages of a kind are recorded at all."""
-        return kind in self._kinds
-
     def begin_step(self, step: int) -> None:
         """Messages belong to this batch from now on."""
         self.step = step
 
-    def next_sequence(self, kind: str) -> int | None:
+    def next_sequence(self) -> int | None:
         """The number of a call that is about to be made; None when it is not to be recorded."""
-        if kind not in self._kinds or self.step % self._every_steps:
+        if self.step % self._every_steps:
             return None
         self._sequence += 1
         return self._sequence
@@ -121,9 +117,7 @@ class DumpRecorder:
 
 def recording(service: T, kind: str, recorder: DumpRecorder) -> T:
     """The same service with its public methods recorded; the service itself when not wanted."""
-    if not recorder.wants(kind):
-        return service
-    return cast(T, _Recording(service, kind, recorder))
+    return cast(T, _Recording(service, kind, recorder)) if kind in recorder.kinds else service
 
 
 class _Recording:
@@ -161,7 +155,7 @@ class _Recording:
     ) -> Iterator[list[Any]]:
         """Order, time and arguments are taken on entry, for the callee may change them; the message
         is written on exit, with the answer that was put into the list or the error that passed."""
-        sequence, step = self._recorder.next_sequence(self._kind), self._recorder.step
+        sequence, step = self._recorder.next_sequence(), self._recorder.step
         answer: list[Any] = []
         if sequence is None:
             yield answer

@@ -1,14 +1,14 @@
 """A failed run in words: the first cause, last on the screen (FR-164).
 
 Python prints the wrapper first and its own frames last; a person needs the opposite. The cause is
-the innermost exception, with the component that failed, the line to look at and its log's end.
+the innermost exception, with the component that failed and the line to look at. Where a service
+ended by itself, the end of its log is part of the exception's words (`launch/process.py`).
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Collection
-from pathlib import Path
 
 from nexrl.config.redact import redact_text
 from nexrl.errors import (
@@ -20,30 +20,17 @@ from nexrl.errors import (
     user_frame,
 )
 
-NUM_LOG_LINES = 50
 
-
-def format_failure(
-    error: BaseException,
-    *,
-    component: str | None = None,
-    log_path: Path | None = None,
-    secrets: Collection[str] = (),
-) -> str:
-    """Log's end, where to look, and on the last lines the cause."""
+def format_failure(error: BaseException, *, secrets: Collection[str] = ()) -> str:
+    """Traceback of user code, where to look, and on the last lines the cause."""
     cause = _cause(error)
-    lines: list[str] = []
-    if log_path is not None:
-        lines += _log_end(log_path)
-    lines += list(getattr(cause, "__notes__", ()))
+    lines = list(getattr(cause, "__notes__", ()))
     inner = innermost_cause(cause)
     if classify(cause) is FailureClass.USER_CODE and not isinstance(inner, NexRLError):
         lines += traceback.format_exception(type(inner), inner, inner.__traceback__, chain=False)
     if not isinstance(cause, RunStoppedError):  # raised by the rule; its message has the place
-        lines.append(f"component: {component or _component(cause)}")
+        lines.append(f"component: {_component(cause)}")
         lines.append(f"at:        {user_frame(cause)}")
-    if log_path is not None:
-        lines.append(f"log:       {log_path}")
     lines.append(f"kind:      {classify(cause).value}")
     lines.append(f"{type(cause).__name__}: {cause}")
     return redact_text("\n".join(line.rstrip() for line in lines), secrets=secrets)
@@ -81,10 +68,3 @@ def _component(cause: BaseException) -> str:
     ours = [f.filename.replace("\\", "/") for f in frames]
     inside = [name.rpartition("/nexrl/")[2] for name in ours if "/nexrl/" in name]
     return inside[-1].removesuffix(".py") if inside else "user code"
-
-
-def _log_end(path: Path) -> list[str]:
-    if not path.exists():
-        return [f"(no log at {path})"]
-    tail = path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
-    return [f"the last {len(tail)} lines of {path}:", *(f"  | {line}" for line in tail)]

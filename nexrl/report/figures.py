@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nexrl.activity.metric_sink import TRAIN_AXIS, MetricRecord
-from nexrl.report.charts import CHARTS, CURVE, Lines
+from nexrl.report.charts import CHARTS, CURVE, Chart
 from nexrl.types import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def draw_charts(records: Sequence[MetricRecord]) -> dict[str, str]:
         if chart.per_stage and len(stages) > 1:
             parts = {f"{chart.title}: {s}": [r for r in records if r.stage == s] for s in stages}
         for name, part in parts.items():
-            lines = _lines(part, chart.lines, is_log=chart.is_log, limits=chart.limits)
+            lines = _lines(part, chart)
             if len(lines) < chart.min_lines:
                 continue
             figure = _figure(5.6, 2.5)
@@ -124,19 +124,13 @@ class _Line:
     points: Sequence[tuple[float, float]]
 
 
-def _lines(
-    records: Sequence[MetricRecord],
-    metrics: Lines,
-    *,
-    is_log: bool = False,
-    limits: tuple[float, float] | None = None,
-) -> list[_Line]:
+def _lines(records: Sequence[MetricRecord], chart: Chart) -> list[_Line]:
     """Those metrics that have points; a point beyond the limits is drawn at the border."""
-    low, high = limits or (-math.inf, math.inf)
+    low, high = chart.limits or (-math.inf, math.inf)
     found = []
-    for colour, (label, name) in zip(COLOURS, metrics.items(), strict=False):
+    for colour, (label, name) in zip(COLOURS, chart.lines.items(), strict=False):
         series = series_of(records, name)
-        points = [(x, min(max(y, low), high)) for x, y in series if y > 0 or not is_log]
+        points = [(x, min(max(y, low), high)) for x, y in series if y > 0 or not chart.is_log]
         if points:
             found.append(_Line(label=label, colour=colour, points=points))
     return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Literal, Self
 
 from nexrl.activity.activity_tracker import ActivityTracker
@@ -23,15 +22,15 @@ if TYPE_CHECKING:
 _REFRESH_S = 0.25
 _LONG_STEP_S = 30.0
 _BAR_WIDTH = 28
-_SHOWN = (
-    ("reward", ("reward/mean", "validation/reward")),
-    ("accuracy", ("validation/accuracy",)),
-    ("loss", ("loss/total", "nll/token")),
-    ("grad norm", ("grad_norm",)),
-    ("response length", ("response_length/mean",)),
-    ("trajectories/s", ("rollout/trajectories_per_s",)),
-    ("tokens/s", ("rollout/tokens_per_s",)),
-)
+_SHOWN = {
+    "reward": ("reward/mean", "validation/reward"),
+    "accuracy": ("validation/accuracy",),
+    "loss": ("loss/total", "nll/token"),
+    "grad norm": ("grad_norm",),
+    "response length": ("response_length/mean",),
+    "trajectories/s": ("rollout/trajectories_per_s",),
+    "tokens/s": ("rollout/tokens_per_s",),
+}
 _SHORT = {"response length": "length", "trajectories/s": "traj/s", "tokens/s": "tok/s"}
 
 
@@ -59,7 +58,6 @@ class LiveView:
         self._timer: asyncio.TimerHandle | None = None
         self._live: Live | None = None
         self._values: dict[str, float] = {}
-        self._best = ""
         self._step = 0
         self._num_steps = 0
         self._stage = ""
@@ -75,12 +73,7 @@ class LiveView:
         self._arm()
         return self
 
-    async def __aexit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._mode == "off":
             return
         self._tracker.on_warn.remove(self._show_warning)
@@ -88,34 +81,29 @@ class LiveView:
             self._timer.cancel()
             self._timer = None
         if self._live is not None:
-            self._live.update(self.render())
+            self._live.update(self._render())
             self._live.stop()
             self._live = None
         elif self._step and self._updated_at > self._printed_at:
             self._print_line()
 
     def update(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        *,
-        stage: str = "",
-        num_steps: int = 0,
+        self, step: int, metrics: Mapping[str, float], *, stage: str = "", num_steps: int = 0
     ) -> None:
         """A step of a stage ended, or its validation: show these metrics."""
         self._step, self._stage, self._num_steps = step, stage, num_steps
         self._updated_at = self._loop.time()
-        for label, names in _SHOWN:
+        for label, names in _SHOWN.items():
             value = next((metrics[name] for name in names if name in metrics), None)
             if value is not None:
                 self._values[label] = value
         if self._mode == "plain" and self._due(self._plain_every_s):
             self._print_line()
 
-    def say(self, message: str) -> None:
-        """A line that stays on the screen: stage borders, validations, where the report lies."""
+    def say(self, message: str, *, style: str | None = None) -> None:
+        """A line that stays on the screen: stage borders, warnings, where the run folder lies."""
         if self._live is not None:
-            self._live.console.print(message, markup=False, highlight=False)
+            self._live.console.print(message, style=style, markup=False, highlight=False)
         elif self._mode == "plain":
             print(message, file=self._stream, flush=True)
 
@@ -127,7 +115,7 @@ class LiveView:
 
     def _tick(self) -> None:
         if self._live is not None:
-            self._live.update(self.render(), refresh=True)
+            self._live.update(self._render(), refresh=True)
         elif self._due(_LONG_STEP_S):
             waits = "; ".join(str(a) for a in self._tracker.spans.open_activities(3))
             self.say(f"still at step {self._step}: {waits or 'nothing is running'}")
@@ -145,12 +133,9 @@ class LiveView:
 
     def plain_line(self) -> str:
         """The state in one line."""
-        parts = [
-            self._position(),
-            *(f"{_SHORT.get(k, k)} {_number(v)}" for k, v in self._values.items()),
-        ]
-        waits = self._tracker.waits()
-        if waits:
+        parts = [self._position()]
+        parts += [f"{_SHORT.get(k, k)} {_number(v)}" for k, v in self._values.items()]
+        if waits := self._tracker.spans.waits():
             parts.append(f"{waits[0].name} {waits[0].seconds:.0f} s")
         return "  ".join(parts)
 
@@ -160,12 +145,7 @@ class LiveView:
         return f"[{_duration(self._tracker.wall_s)}] {stage}step {self._step}{of}"
 
     def _show_warning(self, message: str) -> None:
-        if self._live is not None:
-            self._live.console.print(
-                f"warning: {message}", style="yellow", markup=False, highlight=False
-            )
-        else:
-            self.say(f"warning: {message}")
+        self.say(f"warning: {message}", style="yellow")
 
     # --- rich ---------------------------------------------------------------------------------
 
@@ -174,12 +154,11 @@ class LiveView:
         from rich.live import Live
 
         self._live = Live(
-            self.render(), console=Console(file=self._stream), auto_refresh=False, transient=False
+            self._render(), console=Console(file=self._stream), auto_refresh=False, transient=False
         )
         self._live.start()
 
-    def render(self) -> Group:
-        """The state as a rich renderable."""
+    def _render(self) -> Group:
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -190,9 +169,10 @@ class LiveView:
         lines: list[Text | Table] = [Text(self._headline(), style="bold"), Text(self._bar())]
         if self._values:
             lines.append(grid)
-        if doing := self._doing():
+        if counts := self._tracker.spans.open_counts():
+            doing = ", ".join(f"{n} {kind}" for kind, n in counts.items())
             lines.append(Text(f"running: {doing}", style="dim"))
-        waits = self._tracker.waits()[:3]
+        waits = self._tracker.spans.waits()[:3]
         lines.extend(Text(f"{w.name} for {w.seconds:.0f} s", style="dim") for w in waits)
         return Group(*lines)
 
@@ -210,9 +190,6 @@ class LiveView:
             f"{n.replace('_', ' ')} {shares[n]:.0%}" for n in SHARES if shares[n] >= 0.005
         )
         return "━" * full + "─" * (_BAR_WIDTH - full) + "  " + spent
-
-    def _doing(self) -> str:
-        return ", ".join(f"{n} {kind}" for kind, n in self._tracker.spans.open_counts().items())
 
 
 def _number(value: float) -> str:

@@ -70,8 +70,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.summary = path / "summary.json"
         self.report = path / "report.html"
-        self.curve = path / "curve.png"
-        self._handlers: list[logging.Handler] = []
+        self._log_handler: logging.Handler | None = None
         self._lock = _take_lock(path)
         for folder in (self.logs, self.checkpoints, self.publications):
             folder.mkdir(exist_ok=True)
@@ -102,8 +101,11 @@ class RunFolder:
     def open(cls, path: str | Path) -> RunFolder:
         """An existing folder, to resume it; ConfigError when it is absent or in use."""
         folder = Path(path).resolve()
-        if not folder.is_dir():
-            raise ConfigError(f"resume: {folder} is not a run folder (accepted: a folder, latest)")
+        if not (folder / "config.yaml").is_file():
+            raise ConfigError(
+                f"resume: {folder} is not a run folder, it has no config.yaml (accepted: the folder "
+                "of a run, latest)"
+            )
         return cls(folder)
 
     @property
@@ -131,27 +133,27 @@ class RunFolder:
     def _numbered(path: Path, number: int) -> Path:
         return path.with_suffix(f".{number}{path.suffix}") if number else path
 
-    def open_log(self, component: str = "controller", *, level: int = logging.INFO) -> Path:
-        """Send the `nexrl` logger to logs/<component>.log until `close`; the terminal stays free."""
-        path = self.logs / f"{component}.log"
-        handler = logging.FileHandler(path, encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    def open_log(self) -> Path:
+        """Send the `nexrl` logger to logs/controller.log until `close`; the terminal stays free."""
+        path = self.logs / "controller.log"
+        self._log_handler = logging.FileHandler(path, encoding="utf-8")
+        self._log_handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+        )
         logger = logging.getLogger("nexrl")
-        logger.addHandler(handler)
-        logger.setLevel(level)
+        logger.addHandler(self._log_handler)
+        logger.setLevel(logging.INFO)
         logger.propagate = False
-        self._handlers.append(handler)
         return path
 
     def close(self) -> None:
-        """Release logs and lock; idempotent."""
-        logger = logging.getLogger("nexrl")
-        for handler in self._handlers:
-            logger.removeHandler(handler)
-            handler.close()
-        if self._handlers:
+        """Release log and lock; idempotent."""
+        if self._log_handler is not None:
+            logger = logging.getLogger("nexrl")
+            logger.removeHandler(self._log_handler)
             logger.propagate = True
-        self._handlers.clear()
+            self._log_handler.close()
+            self._log_handler = None
         self._lock.close()
 
 
@@ -174,11 +176,11 @@ def _take_lock(path: Path) -> IO[str]:
     return file
 
 
-def code_version(source: Path | None = None) -> dict[str, Any]:
-    """Which code makes a run. `git_commit` and `git_dirty` are null when the code is not a git checkout."""
-    folder = source or Path(__file__).resolve().parents[1]
-    commit = _git(folder, "rev-parse", "HEAD")
-    status = _git(folder, "status", "--porcelain") if commit else None
+def code_version() -> dict[str, Any]:
+    """Which code makes a run. `git_commit` and `git_dirty` are null when the code is not a git
+    checkout."""
+    commit = _git("rev-parse", "HEAD")
+    status = _git("status", "--porcelain") if commit else None
     return {
         "git_commit": commit or None,
         "git_dirty": None if status is None else bool(status),
@@ -195,11 +197,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     """Output of a git command; None when there is no git, no checkout or no commit."""
+    folder = str(Path(__file__).resolve().parents[1])
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
+            ["git", "-C", folder, *arguments],
             capture_output=True,
             text=True,
             timeout=_GIT_DEADLINE_S,

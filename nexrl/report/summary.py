@@ -63,9 +63,7 @@ class RunSummary:
 
 
 def summarize_stages(
-    records: Iterable[MetricRecord],
-    *,
-    time_shares: Mapping[str, Mapping[str, float]] | None = None,
+    records: Iterable[MetricRecord], *, time_shares: Mapping[str, Mapping[str, float]]
 ) -> tuple[StageSummary, ...]:
     """Stage summaries from what was logged, in order of first appearance.
 
@@ -79,29 +77,22 @@ def summarize_stages(
             done.add(record.step)
         elif record.axis == VALIDATION_AXIS:
             validations.setdefault(record.stage, []).append(record.metrics)
-    return tuple(
-        _summarize_stage(name, len(done), validations.get(name, []), (time_shares or {}).get(name))
-        for name, done in steps.items()
-    )
-
-
-def _summarize_stage(
-    name: str,
-    num_steps: int,
-    validations: list[Mapping[str, float]],
-    time_share: Mapping[str, float] | None,
-) -> StageSummary:
-    first: Mapping[str, float] = validations[0] if validations else {}
-    last: Mapping[str, float] = validations[-1] if validations else {}
-    return StageSummary(
-        name=name,
-        steps=num_steps,
-        accuracy_first=first.get("validation/accuracy"),
-        accuracy_last=last.get("validation/accuracy"),
-        reward_first=first.get("validation/reward"),
-        reward_last=last.get("validation/reward"),
-        time_share=time_share or {},
-    )
+    summaries = []
+    for name, done in steps.items():
+        validated = validations.get(name) or [{}]
+        first, last = validated[0], validated[-1]
+        summaries.append(
+            StageSummary(
+                name=name,
+                steps=len(done),
+                accuracy_first=first.get("validation/accuracy"),
+                accuracy_last=last.get("validation/accuracy"),
+                reward_first=first.get("validation/reward"),
+                reward_last=last.get("validation/reward"),
+                time_share=time_shares.get(name, {}),
+            )
+        )
+    return tuple(summaries)
 
 
 def summarize_run(

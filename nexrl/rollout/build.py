@@ -27,47 +27,28 @@ _BUILTIN: dict[str, type[RolloutWorker]] = {
 
 def to_sampling(config: SamplingConfig) -> Sampling:
     """Sampling parameters of the configuration; no seed, the runner gives one to each call."""
-    return Sampling(
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        stop=config.stop,
-    )
+    return Sampling(**dict(config))
 
 
 def worker_class(config: RolloutWorkerConfig, recipe_dir: Path) -> type[RolloutWorker]:
     """The class that the configuration names; ConfigError names the key and the file."""
     if config.type != "custom":
         return _BUILTIN[config.type]
+    module, name = config.custom_rollout_worker_module_path, config.custom_rollout_worker_class_name
+    assert module and name, "the configuration's rules ask for both"  # noqa: PT018 - one fact
     key = "rollout_worker.custom_rollout_worker_module_path"
-    module_path = config.custom_rollout_worker_module_path
-    class_name = config.custom_rollout_worker_class_name
-    if not module_path or not class_name:
+    found = load_user_class(module, name, recipe_dir=recipe_dir, key=key)
+    if not issubclass(found, RolloutWorker) or found.step is RolloutWorker.step:
         raise ConfigError(
-            "rollout_worker.type: custom needs rollout_worker.custom_rollout_worker_module_path "
-            f"and rollout_worker.custom_rollout_worker_class_name, got {module_path!r} and "
-            f"{class_name!r}"
+            f"rollout_worker.custom_rollout_worker_class_name: {name} in {module} must be a "
+            "subclass of nexrl.rollout.RolloutWorker that defines step(self, data_item)"
         )
-    loaded = load_user_class(module_path, class_name, recipe_dir=recipe_dir, key=key)
-    if not issubclass(loaded, RolloutWorker):
-        raise ConfigError(
-            f"rollout_worker.custom_rollout_worker_class_name: {class_name} in {module_path} is "
-            "not a subclass of nexrl.rollout.RolloutWorker"
-        )
-    if loaded.step is RolloutWorker.step:
-        raise ConfigError(
-            f"rollout_worker.custom_rollout_worker_class_name: {class_name} in {module_path} does "
-            "not define `def step(self, data_item)`"
-        )
-    return loaded
+    return found
 
 
-def build_worker(
-    config: RolloutWorkerConfig, context: WorkerContext, recipe_dir: Path
-) -> RolloutWorker:
+def build_worker(context: WorkerContext, recipe_dir: Path) -> RolloutWorker:
     """The worker, constructed as `Worker(context)`; its own errors name file and line."""
-    cls = worker_class(config, recipe_dir)
+    cls = worker_class(context.config, recipe_dir)
     try:
         worker = cls(context)
     except NexRLError:

@@ -9,43 +9,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+
+from nexrl.rollout.group import Member
 
 
-class Limited(Protocol):
-    """What can be entered: knows its task and its deadline, and learns that it was overdue."""
-
-    task: asyncio.Task[None] | None
-    deadline: float | None
-    overdue: bool
-
-
-L = TypeVar("L", bound=Limited)
-
-
-class DeadlineQueue(Generic[L]):
-    """Cancels the task of whatever is still entered at its deadline, and reports it once more after
-    a grace, since a task may swallow its cancellation.
+class DeadlineQueue:
+    """Cancels the task of a member that is still entered at its deadline, and reports it once more
+    after a grace, since a task may swallow its cancellation.
 
     Invariant: all limits are the same, so entries are in the order of their deadlines; the timer,
     when set, is due no later than the first of them.
     """
 
-    def __init__(self, limit_s: float, *, grace_s: float, after_grace: Callable[[L], None]) -> None:
+    def __init__(
+        self, limit_s: float, *, grace_s: float, after_grace: Callable[[Member], None]
+    ) -> None:
         self._limit_s = limit_s
         self._grace_s = grace_s
         self._after_grace = after_grace
-        self._entries: dict[L, None] = {}
+        self._entries: dict[Member, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, entry: L, loop: asyncio.AbstractEventLoop, now: float) -> None:
+    def enter(self, entry: Member, loop: asyncio.AbstractEventLoop, now: float) -> None:
         """The limit counts from now."""
         entry.deadline = now + self._limit_s
         self._entries[entry] = None
         if self._timer is None:
             self._timer = loop.call_at(entry.deadline, self._fire, loop)
 
-    def leave(self, entry: L) -> None:
+    def leave(self, entry: Member) -> None:
         """It is no longer limited."""
         self._entries.pop(entry, None)
 

@@ -56,10 +56,7 @@ class Outcome:
 
 def collect(result: Any, put: Sequence[Trajectory]) -> list[Trajectory]:
     """Everything a `step` left: what it put, then what it returned. Raises StepResultError."""
-    if type(result) is Trajectory and not put:
-        trajectories = [result]
-    else:
-        trajectories = [*put, *_returned(result, bool(put))]
+    trajectories = [*put, *_returned(result, bool(put))]
     for trajectory in trajectories:
         if trajectory.status in (TrajectoryStatus.FAILED, TrajectoryStatus.CANCELLED):
             continue
@@ -99,10 +96,6 @@ def ended(trajectories: list[Trajectory]) -> Outcome:
 
     The same object left twice (put, then returned) counts once.
     """
-    if len(trajectories) == 1:
-        only = trajectories[0]
-        if only.status is TrajectoryStatus.COMPLETED:
-            return Outcome(status=TrajectoryStatus.COMPLETED, trajectories=(only,))
     distinct = tuple({id(t): t for t in trajectories}.values())
     statuses = {t.status for t in distinct}
     for status in (TrajectoryStatus.COMPLETED, TrajectoryStatus.TRUNCATED):
@@ -116,13 +109,9 @@ def ended(trajectories: list[Trajectory]) -> Outcome:
 
 def failed(failure: Failure, trajectories: Sequence[Trajectory] = ()) -> Outcome:
     """A failed rollout. What it had is kept for the store and can never be trained."""
-    kept = tuple(
-        replace(t, status=TrajectoryStatus.FAILED, failure=failure, truncation_cause=None)
-        for t in trajectories
-    )
     return Outcome(
         status=TrajectoryStatus.FAILED,
-        trajectories=kept,
+        trajectories=_marked(trajectories, TrajectoryStatus.FAILED, failure),
         failure=failure,
         reason=f"{failure.failure_class.value}/{failure.error_type or 'reported'}",
     )
@@ -130,11 +119,16 @@ def failed(failure: Failure, trajectories: Sequence[Trajectory] = ()) -> Outcome
 
 def cancelled(trajectories: Sequence[Trajectory], reason: str) -> Outcome:
     """A rollout that was ended from outside."""
-    kept = tuple(
-        replace(t, status=TrajectoryStatus.CANCELLED, failure=None, truncation_cause=None)
-        for t in trajectories
-    )
+    kept = _marked(trajectories, TrajectoryStatus.CANCELLED)
     return Outcome(status=TrajectoryStatus.CANCELLED, trajectories=kept, reason=reason)
+
+
+def _marked(
+    trajectories: Sequence[Trajectory], status: TrajectoryStatus, failure: Failure | None = None
+) -> tuple[Trajectory, ...]:
+    return tuple(
+        [replace(t, status=status, failure=failure, truncation_cause=None) for t in trajectories]
+    )
 
 
 def truncated(trajectories: Sequence[Trajectory], cause: TruncationCause) -> Outcome:
@@ -158,38 +152,30 @@ def describe_failure(error: BaseException, scope: RolloutScope, *, builtin: bool
     if isinstance(error, InvariantError) and not builtin:
         failure_class = FailureClass.USER_CODE
     cause = innermost_cause(error)
-    text = str(cause) or repr(cause)
-    if cause is not error and isinstance(error, NexRLError):
-        text = str(error)
-    message = f"{text} (item {scope.source.item_id}, member {scope.member})"
+    teller = error if isinstance(error, NexRLError) else cause
+    text = str(teller) or repr(teller)
     trace = ""
     if failure_class in (FailureClass.USER_CODE, FailureClass.INVARIANT):
         if (frame := user_frame(error)) not in text:
             text = f"{text} at {frame}"
-        message = f"{text} (item {scope.source.item_id}, member {scope.member})"
         trace = "".join(traceback.format_exception(cause))
+    # Only infrastructure is retried, and of it only what may succeed another time.
+    may_succeed = not isinstance(error, NexRLError) or error.retryable
     return Failure(
         failure_class=failure_class,
-        message=message,
-        retryable=is_retryable(error, failure_class),
+        message=f"{text} (item {scope.source.item_id}, member {scope.member})",
+        retryable=failure_class is FailureClass.INFRASTRUCTURE and may_succeed,
         where=scope.blames(error) or "step",
         error_type=type(cause).__name__,
         traceback=trace,
     )
 
 
-def is_retryable(error: BaseException, failure_class: FailureClass) -> bool:
-    """Only infrastructure is retried, and of it only what may succeed another time."""
-    if failure_class is not FailureClass.INFRASTRUCTURE:
-        return False
-    return error.retryable if isinstance(error, NexRLError) else True
-
-
 def describe_deadline(
     error: BaseException, scope: RolloutScope, *, deadline_s: float, last_failure: Failure | None
 ) -> Failure:
-    """Who used up a rollout's time, from the cancellation that ended it: a service that had failed before, a reward call, the policy
-    (a draw in progress), or the worker's own code."""
+    """Who used up a rollout's time, from the cancellation that ended it: a service that had failed
+    before, a reward call, the policy (a draw in progress), or the worker's own code."""
     service = scope.blames(error)
     message = (
         f"rollout reached its deadline of {deadline_s:g} s (rollout_worker.deadline_s; item "

@@ -17,8 +17,8 @@ import numpy as np
 
 from nexrl.errors import ConfigError, DataError
 from nexrl.rollout.rollout_worker import WorkerContext
-from nexrl.rollout.supervised import ImitationWorker, text_of
-from nexrl.types import IntArray, TokenRow, Trajectory
+from nexrl.rollout.supervised import ImitationWorker, found_in, row_of
+from nexrl.types import IntArray, Trajectory
 
 CHOSEN, REJECTED = "chosen", "rejected"
 """Roles of a pair's two trajectories."""
@@ -34,21 +34,19 @@ class PreferenceWorker(ImitationWorker):
     async def step(self, data_item: dict[str, Any]) -> list[Trajectory]:
         """Chosen and rejected, in this order; the pair's margin, where it has one, in `extra`."""
         data = self.context.data
-        pair = [
-            self.imitation(data_item, _text_in(data_item, data.chosen_key, "data.chosen_key")),
-            self.imitation(data_item, _text_in(data_item, data.rejected_key, "data.rejected_key")),
-        ]
-        if np.array_equal(pair[0].rows[0].token_ids, pair[1].rows[0].token_ids):
+        chosen = self.imitation_of(data_item, data.chosen_key, "data.chosen_key")
+        rejected = self.imitation_of(data_item, data.rejected_key, "data.rejected_key")
+        if np.array_equal(chosen.rows[0].token_ids, rejected.rows[0].token_ids):
             raise DataError(
                 f"columns {data.chosen_key!r} and {data.rejected_key!r} hold the same response "
-                f"({pair[0].response!r:.80}): nothing is preferred; leave such rows out with "
+                f"({chosen.response!r:.80}): nothing is preferred; leave such rows out with "
                 "data.filter"
             )
         margin = data_item.get(data.margin_key)
         extra = {} if margin is None else {"margin": _number(margin, data.margin_key)}
         return [
-            replace(trajectory, role=role, extra=extra)
-            for trajectory, role in zip(pair, (CHOSEN, REJECTED), strict=True)
+            replace(chosen, role=CHOSEN, extra=extra),
+            replace(rejected, role=REJECTED, extra=extra),
         ]
 
 
@@ -62,11 +60,9 @@ class LabelledWorker(ImitationWorker):
         if not _is_truth(label):
             raise DataError(
                 f"column {data.label_key!r} (data.label_key) must be true (desirable) or false, "
-                f"got {_found(data_item, data.label_key)}"
+                f"got {found_in(data_item, data.label_key)}"
             )
-        response = self.imitation(
-            data_item, _text_in(data_item, data.answer_key, "data.answer_key")
-        )
+        response = self.imitation_of(data_item, data.answer_key, "data.answer_key")
         return replace(response, extra={"desirable": bool(label)})
 
 
@@ -96,27 +92,23 @@ class ProcessWorker(ImitationWorker):
         if not isinstance(steps, list | tuple) or not steps:
             raise DataError(
                 f"column {key!r} (data.steps_key) must be a non-empty list of strings, got "
-                f"{_found(data_item, key)}"
+                f"{found_in(data_item, key)}"
             )
         labels = self._labels(data_item, len(steps))
-        prompt = self.prompts.of_row(data_item).token_ids
+        prompt = self.prompts.of_row(data_item)
         parts = [self._step_tokens(step, f"{key}[{i}]") for i, step in enumerate(steps)]
-        token_ids = np.concatenate([prompt, *parts]).astype(np.int32)
-        ends = len(prompt) + np.cumsum([len(part) for part in parts])
-        source = self.prompts.source_of(data_item)
+        ends = len(prompt.token_ids) + np.cumsum([len(part) for part in parts])
         return Trajectory(
-            prompt=source if isinstance(source, str) else text_of(source),
+            prompt=prompt.text,
             response="".join(f"{step}{self._separator}" for step in steps),
-            rows=(
-                TokenRow(token_ids=token_ids, loss_mask=np.arange(len(token_ids)) >= len(prompt)),
-            ),
+            rows=(row_of(prompt.token_ids, np.concatenate(parts)),),
             extra={"step_ends": ends.tolist(), "step_labels": labels},
         )
 
     def _step_tokens(self, step: Any, where: str) -> IntArray:
-        tokens = self.renderer.encode(
-            _checked_text(step, where) + self._separator, add_special_tokens=False
-        )
+        if not isinstance(step, str) or not step:
+            raise DataError(f"{where} must be a non-empty string, got {step!r:.80}")
+        tokens = self.renderer.encode(step + self._separator, add_special_tokens=False)
         if not len(tokens):
             raise DataError(f"{where} has no tokens, so it has no end to judge")
         return tokens
@@ -127,7 +119,7 @@ class ProcessWorker(ImitationWorker):
         if not isinstance(labels, list | tuple) or len(labels) != num_steps:
             raise DataError(
                 f"column {key!r} (data.label_key) must be a list with one label for each of the "
-                f"{num_steps} steps, got {_found(data_item, key)}"
+                f"{num_steps} steps, got {found_in(data_item, key)}"
             )
         values = [
             float(x) if _is_truth(x) else _number(x, f"{key}[{i}]") for i, x in enumerate(labels)
@@ -140,19 +132,6 @@ class ProcessWorker(ImitationWorker):
         return values
 
 
-def _text_in(data_item: Mapping[str, Any], column: str, setting: str) -> str:
-    where = f"column {column!r} ({setting})"
-    if column not in data_item:
-        raise DataError(f"{where} must be a non-empty string, got {_found(data_item, column)}")
-    return _checked_text(data_item[column], where)
-
-
-def _checked_text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise DataError(f"{where} must be a non-empty string, got {value!r:.80}")
-    return value
-
-
 def _is_truth(value: Any) -> bool:
     return isinstance(value, bool | np.bool_) or (type(value) is int and value in (0, 1))
 
@@ -161,9 +140,3 @@ def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(f"{where} must be a finite number, got {value!r:.80}")
     return float(value)
-
-
-def _found(data_item: Mapping[str, Any], column: str) -> str:
-    if column in data_item:
-        return f"{data_item[column]!r:.80}"
-    return f"nothing; the row has: {', '.join(sorted(map(str, data_item)))}"

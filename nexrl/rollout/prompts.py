@@ -97,19 +97,14 @@ class PromptBuilder:
             )
         return Prompt(token_ids=token_ids.astype(np.int32))
 
-    def messages_of(self, text: str) -> list[dict[str, str]]:
-        """A prompt string as the messages that the chat template sees."""
-        user = {"role": "user", "content": text}
-        if self._config.system_prompt is None:
-            return [user]
-        return [{"role": "system", "content": self._config.system_prompt}, user]
-
     def _of_text(self, text: str) -> Prompt:
         return self._cache.get(text, lambda: self._encode(text))
 
     def _encode(self, text: str) -> Prompt:
         if self._config.chat_template:
-            return Prompt(token_ids=self._renderer.render(self.messages_of(text)), text=text)
+            system, user = self._config.system_prompt, {"role": "user", "content": text}
+            messages = [user] if system is None else [{"role": "system", "content": system}, user]
+            return Prompt(token_ids=self._renderer.render(messages), text=text)
         token_ids = self._renderer.encode(text)
         if not len(token_ids):
             raise DataError(f"the prompt {text!r:.80} has no tokens")

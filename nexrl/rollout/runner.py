@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import copy_context
-from typing import Any, Literal, cast
+from collections.abc import Awaitable
+from typing import Any, cast
 
 from nexrl.blocking_pool import BlockingPool
-from nexrl.config.schema import FailurePolicyConfig
 from nexrl.errors import FailureClass, UserCodeError, classify, user_frame
 from nexrl.protocols import Tracker
 from nexrl.rollout.deadlines import DeadlineQueue
+from nexrl.rollout.group import Member, OnEnd, RunningGroup
 from nexrl.rollout.outcome import (
     Outcome,
     cancelled,
@@ -30,103 +29,16 @@ from nexrl.rollout.outcome import (
     truncated,
 )
 from nexrl.rollout.rollout_worker import RolloutWorker
-from nexrl.rollout.scope import RolloutScope, RunIdentity, SharedCall, enter_scope
-from nexrl.types import DEFAULT_POLICY, Draw, Failure, RolloutRecord, Trajectory
-
-OnEnd = Callable[[RolloutRecord], Awaitable[None]]
+from nexrl.rollout.scope import RolloutScope, RunIdentity, enter_scope
+from nexrl.types import Draw, Failure, RolloutRecord
 
 _MAX_THREADS = 64
 _STUCK_GRACE_S = 5.0
 """Seconds after its deadline at which a step that swallows its cancellation is left alone."""
 
 
-class Member:
-    """One member of a rollout group on its way.
-
-    Invariant: `ended` turns true once and for all, just before `on_end` is called.
-    """
-
-    __slots__ = (
-        "attempts",
-        "deadline",
-        "ended",
-        "group",
-        "holds_slot",
-        "index",
-        "overdue",
-        "rollout_id",
-        "scope",
-        "started",
-        "task",
-    )
-
-    def __init__(self, group: RunningGroup, index: int, rollout_id: str) -> None:
-        self.group = group
-        self.index = index
-        self.rollout_id = rollout_id
-        self.attempts = 0
-        self.started = 0.0
-        self.deadline: float | None = None
-        self.overdue = False
-        self.task: asyncio.Task[None] | None = None
-        self.scope: RolloutScope | None = None
-        self.holds_slot = False
-        self.ended = False
-
-    @property
-    def put(self) -> Sequence[Trajectory]:
-        """What the present attempt handed over so far."""
-        return self.scope.trajectories if self.scope else ()
-
-
-class RunningGroup:
-    """The members of a draw, and when all of them have ended.
-
-    Invariant: `done` is set when `num_running` reaches 0, or fails with the first error of `on_end`;
-    once `closing` no member starts any more.
-    """
-
-    __slots__ = (
-        "closing",
-        "context",
-        "done",
-        "draw",
-        "key",
-        "loop",
-        "members",
-        "num_running",
-        "on_end",
-        "shared",
-    )
-
-    def __init__(self, draw: Draw, on_end: OnEnd, *, run_id: str, size: int) -> None:
-        self.draw = draw
-        self.key = draw.key
-        self.on_end = on_end
-        self.loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[None] = self.loop.create_future()
-        # A member may be started by the end of another; what that one set is not its business.
-        self.context = copy_context()
-        self.closing = False
-        self.num_running = size
-        self.shared: dict[str, SharedCall] = {}
-        prefix = f"{run_id}-{draw.item_id}-{draw.draw}"
-        self.members = [Member(self, index, f"{prefix}-{index}") for index in range(size)]
-
-    def member_ended(self) -> None:
-        """`on_end` has taken a member's record."""
-        self.num_running -= 1
-        if not self.num_running and not self.done.done():
-            self.done.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        """The group cannot go on; the first error counts."""
-        if not self.done.done():
-            self.done.set_exception(error)
-
-
 class RolloutRunner:
-    """Runs rollout groups on one worker.
+    """Runs rollout groups on one worker, as section `rollout_worker` of its context says.
 
     Invariant: every member of every group given to `run_group` ends exactly once through `on_end`,
     with a status and, unless it ended well, a reason; a failure never becomes a reward, and one
@@ -138,43 +50,40 @@ class RolloutRunner:
         worker: RolloutWorker,
         *,
         num_rollouts: int,
-        deadline_s: float,
-        failure_policy: FailurePolicyConfig,
-        max_concurrent: int,
-        on_deadline: Literal["fail", "truncate"],
         run_id: str,
         run_seed: int,
         tracker: Tracker,
-        policy: str = DEFAULT_POLICY,
+        deadline_s: float | None = None,
     ) -> None:
+        """`deadline_s` stands in for rollout_worker.deadline_s where it is given."""
+        context = worker.context
+        config, retry = context.config, context.config.failure_policy
         self._worker = worker
         self._num_rollouts = num_rollouts
-        self._deadline_s = deadline_s
-        self._max_attempts = failure_policy.max_attempts if failure_policy.retry_member else 1
-        self._retry_delay_s = failure_policy.retry_delay_s
-        self._on_deadline = on_deadline
-        context = worker.context
+        self._deadline_s = deadline_s or config.deadline_s
+        self._max_attempts = retry.max_attempts if retry.retry_member else 1
+        self._retry_delay_s = retry.retry_delay_s
+        self._on_deadline = config.on_deadline
         self._run = RunIdentity(
             run_id=run_id,
             seed=run_seed,
-            policy=policy,
+            policy=context.policy,
             engine=context.engine,
             capabilities=context.capabilities,
             reward_contract=context.reward.contract if context.reward is not None else "",
         )
         self._tracker = tracker
-        self._deadlines: DeadlineQueue[Member] = DeadlineQueue(
-            deadline_s, grace_s=_STUCK_GRACE_S, after_grace=self._abandon_if_stuck
+        self._deadlines = DeadlineQueue(
+            self._deadline_s, grace_s=_STUCK_GRACE_S, after_grace=self._abandon_if_stuck
         )
         self._builtin = type(worker).__module__.startswith("nexrl.")
         self._blocking = not inspect.iscoroutinefunction(worker.step)
         # A blocking step holds a thread for as long as it runs, so waiting for a thread happens
         # here, before the rollout's deadline begins to count.
-        self._num_free = min(max_concurrent, _MAX_THREADS) if self._blocking else max_concurrent
+        num_threads = min(config.max_concurrent, _MAX_THREADS)
+        self._num_free = num_threads if self._blocking else config.max_concurrent
         self._waiting: deque[Member] = deque()
-        self._threads = BlockingPool(
-            min(max_concurrent, _MAX_THREADS), name=f"step of {type(worker).__name__}"
-        )
+        self._threads = BlockingPool(num_threads, name=f"step of {type(worker).__name__}")
         self._groups: set[RunningGroup] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._starting: asyncio.Task[None] | None = None
@@ -194,7 +103,7 @@ class RolloutRunner:
         Cancelling it ends the members that still run as `cancelled(shutdown)`. Raises what `on_end`
         raises, after all members have ended.
         """
-        group = RunningGroup(draw, on_end, run_id=self._run.run_id, size=self._num_rollouts)
+        group = RunningGroup.of(draw, on_end, run_id=self._run.run_id, size=self._num_rollouts)
         self._groups.add(group)
         try:
             if not self._ready:
@@ -210,7 +119,7 @@ class RolloutRunner:
             group.members.clear()  # a cycle would keep all of it until the collector comes
 
     async def aclose(self) -> None:
-        """End running rollouts, the threads, the worker and its reward service; idempotent."""
+        """End running rollouts, the threads and the worker; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -218,7 +127,7 @@ class RolloutRunner:
             group.closing = True
             if not group.done.done():
                 group.done.set_result(None)  # `run_group` ends what still runs
-        tasks = self._abandoned.union(*map(_tasks_of, self._groups))
+        tasks = self._abandoned.union(*(group.tasks for group in self._groups))
         for task in tasks:
             task.cancel()
         if tasks:
@@ -227,20 +136,16 @@ class RolloutRunner:
             self._starting.cancel()
         self._deadlines.close()
         await self._threads.aclose()
-        try:
-            if (closing := self._worker.aclose()) is not None:
-                async with asyncio.timeout(_STUCK_GRACE_S):
-                    await closing
-        finally:
-            if self._worker.context.reward is not None:
-                await self._worker.context.reward.aclose()
+        if (closing := self._worker.aclose()) is not None:
+            async with asyncio.timeout(_STUCK_GRACE_S):
+                await closing
 
     # --- group --------------------------------------------------------------------------------
 
     async def _close_group(self, group: RunningGroup) -> None:
         """End the members that have not ended, those that never started included."""
         group.closing = True
-        if tasks := _tasks_of(group):
+        if tasks := group.tasks:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=_STUCK_GRACE_S)
@@ -256,9 +161,13 @@ class RolloutRunner:
         for call in group.shared.values():
             if not call.task.done():
                 call.task.cancel()
-                self._abandoned.add(call.task)
-                call.task.add_done_callback(self._abandoned.discard)
+                self._leave_alone(call.task)
         group.shared.clear()
+
+    def _leave_alone(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for it any more but `aclose`."""
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
 
     def _start_or_wait(self, member: Member) -> None:
         """Members start in the order of asking; one that waits has no task yet."""
@@ -288,11 +197,8 @@ class RolloutRunner:
         if task is None or member.ended or member.group.closing:
             return
         member.task = None
-        self._abandoned.add(task)
-        task.add_done_callback(self._abandoned.discard)
-        ending = member.group.loop.create_task(self._end_stuck(member))
-        self._abandoned.add(ending)
-        ending.add_done_callback(self._abandoned.discard)
+        self._leave_alone(task)
+        self._leave_alone(member.group.loop.create_task(self._end_stuck(member)))
 
     async def _end_stuck(self, member: Member) -> None:
         group = member.group
@@ -379,7 +285,8 @@ class RolloutRunner:
 
     async def _attempt(self, member: Member, scope: RolloutScope) -> Outcome:
         """One call of `step`; any exception but a cancellation from outside becomes an outcome."""
-        item = fresh_item(member.group.draw.row)
+        # Its own: a worker may change nested lists and dicts; leaves are shared.
+        item = {key: _copied(value) for key, value in member.group.draw.row.items()}
         try:
             if self._blocking:
                 result: Any = await self._threads.run(lambda: self._worker.step(item))
@@ -428,7 +335,7 @@ class RolloutRunner:
         group = member.group
         record = RolloutRecord(
             rollout_id=member.rollout_id,
-            group_key=group.key,
+            group_key=group.draw.key,
             member=member.index,
             status=outcome.status,
             reason=outcome.reason,
@@ -459,19 +366,6 @@ class RolloutRunner:
                 f"setup() of {type(self._worker).__name__} raised {type(error).__name__}: {error} "
                 f"at {user_frame(error)}"
             ) from error
-
-
-def _tasks_of(group: RunningGroup) -> list[asyncio.Task[None]]:
-    tasks = [m.task for m in group.members if m.task is not None]
-    tasks += [call.task for call in group.shared.values()]
-    return [task for task in tasks if not task.done()]
-
-
-def fresh_item(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that a worker may change: nested lists and dicts are copied, leaves are shared."""
-    return {
-        key: _copied(value) if type(value) in (dict, list) else value for key, value in row.items()
-    }
 
 
 def _copied(value: Any) -> Any:

@@ -142,6 +142,13 @@ class RolloutScope:
             self.first_seed = sampling.seeds[0] if sampling.seeds else sampling.seed
         return sampling
 
+    def note_call(self, service: str, queued: float) -> None:
+        """A call to a service has ended."""
+        now = self.loop.time()
+        self.segments.append(
+            Segment(kind=service, queued_s=queued, started_s=queued, finished_s=now)
+        )
+
     def identity(self, *, role: str = "", index: int = 0) -> dict[str, Any]:
         """Identity fields and provenance of the trajectory with this index, as keywords of
         `Trajectory`. The baseline key is the draw, and the role where there is one (FR-046)."""
@@ -232,17 +239,14 @@ class ScopedInference:
             return await self._client.generate(prompt, sampling=sampling, n=n, policy=policy)
         scope.check_open("generate()")
         sampling = scope.seeded(sampling, n, policy)
-        clock = scope.loop.time
-        queued = clock()
+        queued = scope.loop.time()
         try:
             return await self._client.generate(prompt, sampling=sampling, n=n, policy=policy)
         except BaseException as error:
             scope.failed_call = ("inference", error)
             raise
         finally:
-            scope.segments.append(
-                Segment(kind="inference", queued_s=queued, started_s=queued, finished_s=clock())
-            )
+            scope.note_call("inference", queued)
 
 
 class ScopedReward:
@@ -260,14 +264,11 @@ class ScopedReward:
         if scope is None:
             return await self._service.score(completion_text, row, completion)
         scope.check_open("score()")
-        clock = scope.loop.time
-        queued = clock()
+        queued = scope.loop.time()
         try:
             return await self._service.score(completion_text, row, completion)
         except BaseException as error:
             scope.failed_call = ("reward", error)
             raise
         finally:
-            scope.segments.append(
-                Segment(kind="reward", queued_s=queued, started_s=queued, finished_s=clock())
-            )
+            scope.note_call("reward", queued)

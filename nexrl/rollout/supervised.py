@@ -35,15 +35,24 @@ class ImitationWorker(RolloutWorker):
 
     def imitation(self, data_item: Mapping[str, Any], text: str) -> Trajectory:
         """The item's prompt followed by a response."""
-        source = self.prompts.source_of(data_item)
-        key = f"{source!r}\x1f{text}"
-        row = self._rows.get(key, lambda: self._row_of_response(data_item, text))
-        prompt = source if isinstance(source, str) else text_of(source)
-        return Trajectory(prompt=prompt, response=text, rows=(row,))
+        prompt = self.prompts.of_row(data_item)
 
-    def _row_of_response(self, data_item: Mapping[str, Any], text: str) -> TokenRow:
-        prompt = self.prompts.of_row(data_item).token_ids
-        return self._row(prompt, self.renderer.encode(text, add_special_tokens=False))
+        def make_row() -> TokenRow:
+            answer = self.renderer.encode(text, add_special_tokens=False)
+            return self._row(prompt.token_ids, answer)
+
+        row = self._rows.get(f"{self.prompts.source_of(data_item)!r}\x1f{text}", make_row)
+        return Trajectory(prompt=prompt.text, response=text, rows=(row,))
+
+    def imitation_of(self, data_item: Mapping[str, Any], column: str, setting: str) -> Trajectory:
+        """The item's prompt followed by the text of a column; DataError when there is none."""
+        text = data_item.get(column)
+        if not isinstance(text, str) or not text:
+            raise DataError(
+                f"column {column!r} ({setting}) must be a non-empty string, got "
+                f"{found_in(data_item, column)}"
+            )
+        return self.imitation(data_item, text)
 
     def _row(self, prompt: IntArray, answer: IntArray) -> TokenRow:
         """The answer ends with its last end-of-sequence token; what a template writes after it
@@ -59,10 +68,7 @@ class ImitationWorker(RolloutWorker):
             answer = np.append(answer, self.renderer.eos_token_ids[0])
         if not len(answer):
             raise DataError("the answer has no tokens, so the row would train nothing")
-        loss_mask = np.zeros(len(prompt) + len(answer), np.bool_)
-        loss_mask[len(prompt) :] = True
-        token_ids = np.concatenate([prompt, answer]).astype(np.int32)
-        return TokenRow(token_ids=token_ids, loss_mask=loss_mask)
+        return row_of(prompt, answer)
 
 
 class SupervisedWorker(ImitationWorker):
@@ -80,7 +86,7 @@ class SupervisedWorker(ImitationWorker):
             messages: Messages = source
             row = self._rows.get(repr(messages), lambda: self._row_of_messages(messages))
             return Trajectory(
-                prompt=text_of(messages[:-1]),
+                prompt=self.prompts.build(messages[:-1]).text,
                 response=str(messages[-1].get("content")),
                 rows=(row,),
             )
@@ -92,11 +98,9 @@ class SupervisedWorker(ImitationWorker):
         if isinstance(answer, int) and not isinstance(answer, bool):
             return str(answer)
         key = self.context.data.answer_key
-        columns = ", ".join(sorted(map(str, data_item)))
-        found = f"got {answer!r:.80}" if key in data_item else f"the row has: {columns}"
         raise DataError(
             f"a supervised row needs a non-empty string in column {key!r} (data.answer_key), or "
-            f"messages that end with an assistant message; {found}"
+            f"messages that end with an assistant message, got {found_in(data_item, key)}"
         )
 
     def _row_of_messages(self, messages: Messages) -> TokenRow:
@@ -105,7 +109,7 @@ class SupervisedWorker(ImitationWorker):
                 "supervised messages must end with an assistant message after at least one other, "
                 f"got roles {[m.get('role') for m in messages]}"
             )
-        prompt = self.renderer.render(messages[:-1])
+        prompt = self.prompts.build(messages[:-1]).token_ids
         whole = self.renderer.render(messages, add_generation_prompt=False)
         same = whole[: len(prompt)] == prompt if len(whole) > len(prompt) else np.zeros(1, bool)
         if not same.all():
@@ -117,6 +121,14 @@ class SupervisedWorker(ImitationWorker):
         return self._row(prompt, whole[len(prompt) :])
 
 
-def text_of(messages: Messages) -> str:
-    """Messages for people."""
-    return "\n".join(f"{m['role']}: {m.get('content', '')}" for m in messages)
+def row_of(prompt: IntArray, answer: IntArray) -> TokenRow:
+    """Prompt and answer as a row of which the answer is trained."""
+    token_ids = np.concatenate([prompt, answer]).astype(np.int32)
+    return TokenRow(token_ids=token_ids, loss_mask=np.arange(len(token_ids)) >= len(prompt))
+
+
+def found_in(data_item: Mapping[str, Any], column: str) -> str:
+    """A column's value for an error; what there is instead where it is absent."""
+    if column in data_item:
+        return f"{data_item[column]!r:.80}"
+    return f"nothing; the row has: {', '.join(sorted(map(str, data_item)))}"

@@ -8,7 +8,7 @@ and draw no training randomness.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,6 @@ from nexrl.protocols import Evaluator, Tracker
 from nexrl.rollout.rollout_worker import RolloutWorker
 from nexrl.rollout.runner import RolloutRunner
 from nexrl.types import (
-    DEFAULT_POLICY,
     Draw,
     PolicyVersion,
     RolloutRecord,
@@ -56,26 +55,22 @@ class Validator:
         run_id: str,
         seed: int,
         tracker: Tracker,
-        policy: str = DEFAULT_POLICY,
         evaluator: Evaluator | None = None,
     ) -> None:
         """`worker` is an instance of its own, with the sampling of section `validate`. With an
         `evaluator` the rollouts are judged by it and not by their rewards."""
         self._evaluator = evaluator
         self._draws = tuple(draws[: config.max_items])
+        self._num_rollouts = len(self._draws) * config.num_rollouts
         self._config = config
         self._tracker = tracker
         self._runner = RolloutRunner(
             worker,
             num_rollouts=config.num_rollouts,
-            deadline_s=min(worker.config.deadline_s, config.deadline_s),
-            failure_policy=worker.config.failure_policy,
-            max_concurrent=worker.config.max_concurrent,
-            on_deadline=worker.config.on_deadline,
+            deadline_s=min(worker.context.config.deadline_s, config.deadline_s),
             run_id=f"{run_id}-validation",
             run_seed=derive_seed(seed, "validation"),
             tracker=_ValidationTracker(tracker),
-            policy=policy,
         )
 
     async def validate(self, version: PolicyVersion) -> ValidationResult:
@@ -97,8 +92,7 @@ class Validator:
             )
         ordered = tuple(records[key] for key in sorted(records))
         self._check(ordered, version)
-        num_rollouts = len(self._draws) * self._config.num_rollouts
-        metrics = summarise(ordered, self._config, num_rollouts=num_rollouts)
+        metrics = summarise(ordered, self._config, num_rollouts=self._num_rollouts)
         if self._evaluator is not None:
             metrics |= await self._judged(self._evaluator, ordered)
         return ValidationResult(version=version, metrics=metrics, records=ordered)
@@ -130,7 +124,7 @@ class Validator:
             first = next((r.failure for r in records if r.failure is not None), None)
             why = f"; first: {first.error_type}: {first.message}" if first else ""
             raise RunStoppedError(
-                f"all {len(self._draws) * self._config.num_rollouts} validation rollouts of {version} failed{why}",
+                f"all {self._num_rollouts} validation rollouts of {version} failed{why}",
                 failure_class=first.failure_class if first else FailureClass.INFRASTRUCTURE,
             )
         for record in records:
@@ -150,36 +144,27 @@ def summarise(
     """Metrics of a validation; means are over rollouts, so forks and roles do not weigh more.
 
     accuracy and reward: over scored rollouts. response_length (tokens) and truncated: over rollouts
-    that ended well. failed, unscored and num_rollouts: counts; a rollout that never began failed. Absent when there is nothing to
-    average.
+    that ended well. failed, unscored and num_rollouts: counts; a rollout that never began failed.
+    Absent when there is nothing to average.
     """
     kept = [trajectories for record in records if (trajectories := _kept(record))]
-    scored = [
-        mean
-        for trajectories in kept
-        if (mean := _mean([t.reward for t in trajectories])) is not None
-    ]
-    judged = [
-        mean
-        for trajectories in kept
-        if (mean := _mean([_judged(t, config.success_part) for t in trajectories])) is not None
-    ]
+    part = config.success_part
+    scored = _means(kept, lambda t: t.reward)
+    judged = scored if part is None else _means(kept, lambda t: t.reward_parts.get(part))
     if scored and not judged:
         parts = sorted({part for group in kept for t in group for part in t.reward_parts})
         raise ConfigError(
-            f"validate.success_part: no trajectory has a reward part {config.success_part!r}; "
+            f"validate.success_part: no trajectory has a reward part {part!r}; "
             f"there are: {', '.join(parts) or 'none'}"
         )
-    lengths = [float(sum(t.num_response_tokens for t in group)) for group in kept]
-    cut = [float(any(t.status is TrajectoryStatus.TRUNCATED for t in group)) for group in kept]
-    means = {
-        "validation/accuracy": _mean([float(v >= config.success_reward) for v in judged]),
-        "validation/reward": _mean(scored),
-        "validation/response_length": _mean(lengths),
-        "validation/truncated": _mean(cut),
+    values: Mapping[str, Sequence[float]] = {
+        "accuracy": [float(v >= config.success_reward) for v in judged],
+        "reward": scored,
+        "response_length": [sum(t.num_response_tokens for t in group) for group in kept],
+        "truncated": [any(t.status is TrajectoryStatus.TRUNCATED for t in group) for group in kept],
     }
     return {
-        **{name: mean for name, mean in means.items() if mean is not None},
+        **{f"validation/{name}": sum(v) / len(v) for name, v in values.items() if v},
         "validation/failed": float(num_rollouts - len(kept)),
         "validation/unscored": float(len(kept) - len(scored)),
         "validation/num_rollouts": float(num_rollouts),
@@ -190,14 +175,16 @@ def _kept(record: RolloutRecord) -> list[Trajectory]:
     return [t for t in record.trajectories if t.trainable]
 
 
-def _judged(trajectory: Trajectory, part: str | None) -> float | None:
-    return trajectory.reward if part is None else trajectory.reward_parts.get(part)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Mean of what is there; None when nothing is."""
-    present = [v for v in values if v is not None]
-    return sum(present) / len(present) if present else None
+def _means(
+    rollouts: Sequence[Sequence[Trajectory]], value: Callable[[Trajectory], float | None]
+) -> list[float]:
+    """For each rollout that has values: their mean over its trajectories."""
+    found = []
+    for trajectories in rollouts:
+        values = [v for t in trajectories if (v := value(t)) is not None]
+        if values:
+            found.append(sum(values) / len(values))
+    return found
 
 
 class _ValidationTracker:

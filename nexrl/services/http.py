@@ -285,11 +285,8 @@ class HttpClient:
 
 def error_from_answer(name: str, url: str, status: int, answer: bytes) -> NexRLError:
     """Our error for a non-2xx answer, with the service's own text in it."""
-    kind, message, retryable = (
-        "",
-        answer[:2000].decode(errors="replace"),
-        status >= 500 or status in (408, 429),
-    )
+    kind, message = "", answer[:2000].decode(errors="replace")
+    retryable = status >= 500 or status in (408, 429)
     try:
         error = json.loads(answer)["error"]
         kind, message = str(error.get("type", "")), str(error.get("message", message))

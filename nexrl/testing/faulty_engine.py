@@ -15,7 +15,8 @@ from typing import Literal
 import numpy as np
 
 from nexrl.errors import InvariantError, ServiceError
-from nexrl.testing.toy_train_service import Table, bigram_logprobs
+from nexrl.testing.fake_train import Table
+from nexrl.testing.toy_train_service import bigram_logprobs
 from nexrl.types import (
     DEFAULT_POLICY,
     EngineInfo,

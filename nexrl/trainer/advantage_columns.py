@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from nexrl.algorithms.advantage_definition import AdvantageInputs, Advantages, AdvantageSettings
 from nexrl.algorithms.advantages import compute_advantages, find_advantage
-from nexrl.algorithms.groups import Float64Array, IndexArray, group_index
+from nexrl.algorithms.groups import Float64Array, group_index
 from nexrl.algorithms.metrics import advantage_metrics, reward_metrics
 from nexrl.algorithms.turns import NO_ANCHOR, turn_table
 from nexrl.config.schema_algorithm import AdvantageConfig
 from nexrl.errors import InvariantError
-from nexrl.trainer.batching import RowTable
+from nexrl.trainer.batching import RowTable, describe
 from nexrl.trainer.own_code import is_path, load_own_advantage
 from nexrl.types import Array, BoolArray, Trajectory
 
@@ -62,6 +62,7 @@ class AdvantageEstimator:
 
 
 _TURN_FIELDS = ("turn_rewards", "turn_lengths", "turn_counts", "turn_anchors")
+_NEEDED = ", which trainer.algorithm.advantage needs"
 _NEEDED_TOKEN_FIELDS = ("values", "behavior_logprobs", "teacher_logprobs")
 
 
@@ -79,7 +80,11 @@ def advantage_inputs(
     has no group. A trajectory without a reward counts as 0: the caller has removed those where
     rewards matter.
     """
-    _require_groups(trajectories)
+    _require_each(
+        trajectories,
+        lambda t: bool(t.group_id),
+        "has no group_id, so it cannot be compared with others",
+    )
     found: dict[str, Any] = {
         name: columns[name][table.mask].astype(np.float64)
         for name in ("token_rewards", *_NEEDED_TOKEN_FIELDS)
@@ -92,15 +97,10 @@ def advantage_inputs(
     return AdvantageInputs(
         rewards=np.array([t.reward or 0.0 for t in trajectories], np.float64),
         groups=group_index(t.group_id for t in trajectories),
-        lengths=trained_lengths(table, len(trajectories)),
+        lengths=table.trained_lengths(len(trajectories)),
         reward_parts=_reward_parts(trajectories, required="reward_parts" in needs),
         **found,
     )
-
-
-def trained_lengths(table: RowTable, num_trajectories: int) -> IndexArray:
-    """[T] trained tokens of each trajectory over all its rows."""
-    return np.bincount(table.trajectories, table.num_trained, num_trajectories).astype(np.int64)
 
 
 def row_column(table: RowTable, trajectories: Sequence[Trajectory], name: str) -> Array:
@@ -163,19 +163,6 @@ def judgement_metrics(
     }
 
 
-def describe(trajectory: Trajectory) -> str:
-    """How errors name a trajectory."""
-    return f"trajectory {trajectory.trajectory_id!r} (item {trajectory.item_id!r})"
-
-
-def _require_groups(trajectories: Sequence[Trajectory]) -> None:
-    for t in trajectories:
-        if not t.group_id:
-            raise InvariantError(
-                f"{describe(t)} has no group_id, so it cannot be compared with others"
-            )
-
-
 def _turn_fields(trajectories: Sequence[Trajectory], needs: Sequence[str]) -> dict[str, Any]:
     """[U] turns. A turn without a reward earned none, but a trajectory of which no turn has one was
     not judged by turns at all; the same goes for anchors."""
@@ -184,13 +171,13 @@ def _turn_fields(trajectories: Sequence[Trajectory], needs: Sequence[str]) -> di
         _require_each(
             trajectories,
             lambda t: any(turn.reward is not None for row in t.rows for turn in row.turns),
-            "has no turn with a reward (Turn.reward)",
+            "has no turn with a reward (Turn.reward)" + _NEEDED,
         )
     if "turn_anchors" in needs:
         _require_each(
             trajectories,
             lambda t: any(turn.anchor for row in t.rows for turn in row.turns),
-            "has no turn with an anchor state (Turn.anchor)",
+            "has no turn with an anchor state (Turn.anchor)" + _NEEDED,
         )
     known = turns.anchors != NO_ANCHOR
     return {
@@ -204,9 +191,9 @@ def _turn_fields(trajectories: Sequence[Trajectory], needs: Sequence[str]) -> di
 def _greedy_rewards(trajectories: Sequence[Trajectory]) -> Float64Array:
     _require_each(
         trajectories,
-        lambda t: _is_number(t.extra.get(GREEDY_REWARD)),
+        lambda t: isinstance(found := t.extra.get(GREEDY_REWARD), Real) and math.isfinite(found),
         f"has no number extra[{GREEDY_REWARD!r}]: the reward of its draw's greedy completion "
-        "(trainer.algorithm.greedy_baseline: true draws one)",
+        "(trainer.algorithm.greedy_baseline: true draws one)" + _NEEDED,
     )
     return np.array([float(t.extra[GREEDY_REWARD]) for t in trajectories], np.float64)
 
@@ -237,10 +224,4 @@ def _require_each(
 ) -> None:
     for t in trajectories:
         if not has(t):
-            raise InvariantError(
-                f"{describe(t)} {complaint}, which trainer.algorithm.advantage needs"
-            )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+            raise InvariantError(f"{describe(t)} {complaint}")

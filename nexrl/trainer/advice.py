@@ -24,20 +24,15 @@ class Advice:
 
     def about(self, metrics: Mapping[str, float]) -> None:
         """Look at the metrics of one batch."""
-        self._about_constant_groups(metrics)
-        self._about_zero_loss(metrics)
-        masked = metrics.get("correction/masked_share", 0.0)
-        if masked > MANY_MASKED:
+        if (masked := metrics.get("correction/masked_share", 0.0)) > MANY_MASKED:
             self._tracker.warn(
                 f"the off-policy correction masks {masked:.0%} of the batch's trained tokens "
                 "(correction/masked_share): little is learned from it. Engine and trainer differ "
                 "(look at mismatch/*), or the level is `sequence`, whose ratio is a product over "
                 "all tokens of a row: use `geometric` or `token`, or wider bounds"
             )
-
-    def _about_constant_groups(self, metrics: Mapping[str, float]) -> None:
-        share = metrics.get("group/constant_share", 0.0)
-        self._constant_streak = self._constant_streak + 1 if share > MANY_CONSTANT_GROUPS else 0
+        many_constant = metrics.get("group/constant_share", 0.0) > MANY_CONSTANT_GROUPS
+        self._constant_streak = self._constant_streak + 1 if many_constant else 0
         if self._constant_streak >= ADVICE_AFTER_BATCHES:
             self._tracker.warn(
                 f"group/constant_share has been above {MANY_CONSTANT_GROUPS:.0%} for "
@@ -46,9 +41,7 @@ class Advice:
                 "trajectory_pool.dynamic_sampling"
             )
             self._constant_streak = 0
-
-    def _about_zero_loss(self, metrics: Mapping[str, float]) -> None:
-        """FR-056: a loss of 0 beside a gradient is how centred advantages look on policy."""
+        # FR-056: a loss of 0 beside a gradient is how centred advantages look on policy.
         loss, norm = metrics.get("loss/policy", 1.0), metrics.get("grad_norm", 0.0)
         if abs(loss) < 1e-6 < norm and not self._zero_loss_explained:
             self._zero_loss_explained = True

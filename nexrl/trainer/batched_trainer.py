@@ -17,9 +17,8 @@ import numpy as np
 
 from nexrl.algorithms.aggregation import token_weights
 from nexrl.algorithms.groups import IndexArray
-from nexrl.errors import InvariantError
+from nexrl.errors import InvariantError, UserCodeError
 from nexrl.trainer.batching import Chunk, RowTable, make_chunks, split_by_group
-from nexrl.trainer.client_loss import differentiate
 from nexrl.trainer.trainer import Trainer
 from nexrl.types import (
     OUTPUT_MASK,
@@ -71,7 +70,7 @@ class Outcome:
     """In order."""
     columns: dict[str, FloatArray]
     """[N, ...] outputs by name at trained tokens of the table, each at the weights it was trained
-    with; empty when there was no step."""
+    with; 0 where there was no step."""
 
     @property
     def applied(self) -> list[StepOutcome]:
@@ -137,28 +136,11 @@ class BatchedTrainer(Trainer):
         """[N, ...] outputs by name at trained tokens of the given rows under the present weights,
         0 elsewhere, in the type that the service gives them; `inputs` are further [N, ...] columns
         that an output needs."""
-        chunks = make_chunks(
-            table,
-            rows,
-            {OUTPUT_MASK: table.mask, **(inputs or {})},
-            max_chunk_bytes=self.config.max_chunk_bytes,
-        )
-        answers: list[ForwardOutput] = await in_flight(
+        chunks = self._chunks(table, rows, {OUTPUT_MASK: table.mask, **(inputs or {})})
+        answers = await in_flight(
             [self.train_service.forward(policy, chunk.rows, outputs=outputs) for chunk in chunks]
         )
-        columns: dict[str, FloatArray] = {}
-        for name in outputs:
-            found = [answer.outputs[name] for answer in answers]
-            shape = found[0].shape[1:] if found else ()
-            dtype = found[0].dtype if found else np.float32
-            columns[name] = np.zeros((table.num_tokens, *shape), dtype)
-            for chunk, values in zip(chunks, found, strict=True):
-                columns[name][chunk.positions] = values
-        return columns
-
-    async def forward_column(self, policy: str, table: RowTable, rows: IndexArray) -> FloatArray:
-        """[N] logprobs of trained tokens of the given rows under the present weights, 0 elsewhere."""
-        return (await self.forward_outputs(policy, table, rows, ("logprobs",)))["logprobs"]
+        return _columns(table, outputs, list(zip(chunks, answers, strict=True)))
 
     async def run_steps(
         self,
@@ -178,10 +160,7 @@ class BatchedTrainer(Trainer):
         """
         policy, next_params = policy or self.policy, next_params or self.next_optim_params
         inputs = {**inputs, OUTPUT_MASK: table.mask}
-        chunks_of = [
-            make_chunks(table, plan.rows, inputs, max_chunk_bytes=self.config.max_chunk_bytes)
-            for plan in plans
-        ]
+        chunks_of = [self._chunks(table, plan.rows, inputs) for plan in plans]
         params = [next_params() for _ in plans]
         calls: list[Coroutine[Any, Any, Any]] = []
         for chunks, settings in zip(chunks_of, params, strict=True):
@@ -191,21 +170,16 @@ class BatchedTrainer(Trainer):
             ]
             calls.append(self.train_service.optim_step(policy, settings))
         answers = iter(await in_flight(calls))
-        columns: dict[str, FloatArray] = {}
-        steps = [
-            StepOutcome(
-                plan=plan,
-                loss=sum(
-                    _collect(chunk, next(answers), outputs, columns, table.num_tokens)
-                    for chunk in chunks
-                ),
-                lr=settings.lr,
-                result=next(answers),
-            )
-            for plan, chunks, settings in zip(plans, chunks_of, params, strict=True)
-        ]
+        steps: list[StepOutcome] = []
+        trained: list[tuple[Chunk, BackwardOutput]] = []
+        for plan, chunks, settings in zip(plans, chunks_of, params, strict=True):
+            found = [(chunk, next(answers)) for chunk in chunks]
+            loss_sum = sum(answer.loss for _, answer in found)
+            result = next(answers)
+            steps.append(StepOutcome(plan=plan, loss=loss_sum, lr=settings.lr, result=result))
+            trained += found
         self._refuse_nonfinite(policy, steps)
-        return Outcome(steps=steps, columns=columns)
+        return Outcome(steps=steps, columns=_columns(table, outputs, trained))
 
     async def run_client_steps(
         self,
@@ -215,53 +189,54 @@ class BatchedTrainer(Trainer):
         *,
         outputs: tuple[str, ...] = ("logprobs",),
     ) -> Outcome:
-        """Optimizer steps of a loss that is computed here (`client_loss.py`).
+        """Optimizer steps of a loss that is computed here, at the cost of a second forward pass.
 
         `objective` gets the step's plan and the outputs [n, ...] at `plan.positions`, in float64
-        with gradients, and returns a scalar; only its gradients are sent. Each step waits for its
-        own forward pass, so steps are not pipelined.
+        with gradients, and returns a scalar. Only gradients of outputs are sent, so it works on
+        every train service, and may couple rows of different calls (pairs, batch statistics). Each
+        step waits for its own forward pass, so steps are not pipelined.
         """
-        columns: dict[str, FloatArray] = {}
-        steps: list[StepOutcome] = []
-        for plan in plans:
-            found = await self.forward_outputs(self.policy, table, plan.rows, outputs)
-            at = plan.positions
-            loss, gradients = differentiate(
-                partial(objective, plan), {name: values[at] for name, values in found.items()}
-            )
-            spread = {name: np.zeros_like(values) for name, values in found.items()}
-            for name, values in found.items():
-                spread[name][at] = gradients[name]
-                columns.setdefault(name, np.zeros_like(values))[at] = values[at]
-            settings = self.next_optim_params()
-            result = await self._step_from(table, plan, spread, settings)
-            steps.append(StepOutcome(plan=plan, loss=loss, lr=settings.lr, result=result))
-        self._refuse_nonfinite(self.policy, steps)
-        return Outcome(steps=steps, columns=columns)
+        outcome = Outcome.join(
+            [await self._client_step(table, plan, objective, outputs) for plan in plans]
+        )
+        self._refuse_nonfinite(self.policy, outcome.steps)
+        return outcome
 
-    async def _step_from(
+    async def _client_step(
         self,
         table: RowTable,
         plan: StepPlan,
-        gradients: Mapping[str, FloatArray],
-        settings: OptimParams,
-    ) -> OptimResult:
-        """One optimizer step from gradients [N, ...] of outputs; none when one is not finite."""
-        if not all(np.isfinite(gradient).all() for gradient in gradients.values()):
-            taken = (await self.train_service.info(self.policy)).optimizer_step
-            return OptimResult(grad_norm=math.nan, applied=False, optimizer_step=taken)
-        chunks = make_chunks(  # gradients count among what fills a chunk
-            table, plan.rows, gradients, max_chunk_bytes=self.config.max_chunk_bytes
+        objective: Callable[[StepPlan, Mapping[str, Tensor]], Tensor],
+        outputs: tuple[str, ...],
+    ) -> Outcome:
+        """A gradient that is not finite is not sent, and the step not made."""
+        columns = await self.forward_outputs(self.policy, table, plan.rows, outputs)
+        at, gradients = plan.positions, {name: np.zeros_like(c) for name, c in columns.items()}
+        loss, found = differentiate(
+            partial(objective, plan), {name: values[at] for name, values in columns.items()}
         )
-        calls: list[Coroutine[Any, Any, Any]] = [
-            self.train_service.backward(
-                self.policy, replace(chunk.rows, inputs={}), chunk.rows.inputs
-            )
-            for chunk in chunks
-        ]
-        calls.append(self.train_service.optim_step(self.policy, settings))
-        result: OptimResult = (await in_flight(calls))[-1]
-        return result
+        for name, values in found.items():
+            gradients[name][at] = values
+        params = self.next_optim_params()
+        if all(np.isfinite(gradient).all() for gradient in gradients.values()):
+            calls: list[Coroutine[Any, Any, Any]] = [
+                self.train_service.backward(
+                    self.policy, replace(chunk.rows, inputs={}), chunk.rows.inputs
+                )
+                for chunk in self._chunks(table, plan.rows, gradients)  # they fill a chunk too
+            ]
+            calls.append(self.train_service.optim_step(self.policy, params))
+            result: OptimResult = (await in_flight(calls))[-1]
+        else:
+            taken = (await self.train_service.info(self.policy)).optimizer_step
+            result = OptimResult(grad_norm=math.nan, applied=False, optimizer_step=taken)
+        step = StepOutcome(plan=plan, loss=loss, lr=params.lr, result=result)
+        return Outcome(steps=[step], columns=columns)
+
+    def _chunks(
+        self, table: RowTable, rows: IndexArray, inputs: Mapping[str, Array]
+    ) -> list[Chunk]:
+        return make_chunks(table, rows, inputs, max_chunk_bytes=self.config.max_chunk_bytes)
 
     def _refuse_nonfinite(self, policy: str, steps: Sequence[StepOutcome]) -> None:
         for number, step in enumerate(steps):
@@ -277,20 +252,50 @@ class BatchedTrainer(Trainer):
                 )
 
 
-def _collect(
-    chunk: Chunk,
-    answer: BackwardOutput,
-    outputs: tuple[str, ...],
-    columns: dict[str, FloatArray],
-    num_tokens: int,
-) -> float:
-    """Put a chunk's outputs into the table's [N, ...] columns; returns its loss."""
-    for name in outputs:
-        values = answer.outputs[name]
-        if name not in columns:
-            columns[name] = np.zeros((num_tokens, *values.shape[1:]), np.float32)
-        columns[name][chunk.positions] = values
-    return answer.loss
+def _columns(
+    table: RowTable,
+    names: Sequence[str],
+    answers: Sequence[tuple[Chunk, ForwardOutput | BackwardOutput]],
+) -> dict[str, FloatArray]:
+    """[N, ...] outputs by name at the tokens of the chunks that were answered, 0 elsewhere."""
+    columns: dict[str, FloatArray] = {}
+    for name in names:
+        like = answers[0][1].outputs[name] if answers else np.zeros(0, np.float32)
+        columns[name] = np.zeros((table.num_tokens, *like.shape[1:]), like.dtype)
+        for chunk, answer in answers:
+            columns[name][chunk.positions] = answer.outputs[name]
+    return columns
+
+
+def differentiate(
+    objective: Callable[[Mapping[str, Tensor]], Tensor], outputs: Mapping[str, FloatArray]
+) -> tuple[float, dict[str, FloatArray]]:
+    """The value of a scalar function of outputs [n, ...], and its gradient by each of them: taken
+    in float64, returned as float32.
+
+    An output that the objective does not use has gradient 0. Raises UserCodeError when the result
+    is no scalar.
+    """
+    import torch
+
+    tensors = {
+        name: torch.tensor(np.asarray(values, np.float64), requires_grad=True)
+        for name, values in outputs.items()
+    }
+    with torch.enable_grad():
+        value = objective(tensors)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UserCodeError(f"a client-side loss must return a scalar tensor, got {found}")
+    if value.requires_grad:
+        value.sum().backward()  # type: ignore[no-untyped-call]
+    gradients: dict[str, FloatArray] = {
+        name: np.zeros(tensor.shape, np.float32)
+        if tensor.grad is None
+        else tensor.grad.numpy().astype(np.float32)
+        for name, tensor in tensors.items()
+    }
+    return float(value.detach().sum()), gradients
 
 
 def step_metrics(outcome: Outcome) -> dict[str, float]:

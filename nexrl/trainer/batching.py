@@ -88,6 +88,11 @@ class RowTable:
             rows=tuple(row for row, keep in zip(self.rows, chosen.tolist(), strict=True) if keep),
         )
 
+    def trained_lengths(self, num_trajectories: int) -> IndexArray:
+        """[T] trained tokens of each trajectory given, over all its rows."""
+        counts = np.bincount(self.trajectories, self.num_trained, num_trajectories)
+        return counts.astype(np.int64)
+
     def place(self, per_trained_token: Array) -> FloatArray:
         """[N] float32 column of values [M] of trained tokens; 0 elsewhere."""
         column = np.zeros(self.num_tokens, np.float32)
@@ -98,53 +103,57 @@ class RowTable:
         """[n] row of each token position."""
         return np.searchsorted(self.starts, positions, side="right") - 1
 
+    def entries(self, positions: IndexArray, columns: Mapping[str, Array]) -> dict[str, Array]:
+        """What a loss sees at some positions: [n, ...] entries of [N, ...] columns in float64, and
+        `row` and `trajectory`, the numbers of each token's own, counted from 0 within them."""
+        rows = self.owners(positions)
+        found = at_positions(positions, columns)
+        for name, owners in (("row", rows), ("trajectory", self.trajectories[rows])):
+            found[name] = np.unique(owners, return_inverse=True)[1].astype(np.int64)
+        return found
 
-def flatten(trajectories: Sequence[Trajectory]) -> RowTable:
-    """All rows with a trained token, as flat columns."""
+
+def at_positions(positions: IndexArray, columns: Mapping[str, Array]) -> dict[str, Array]:
+    """[n, ...] entries of [N, ...] columns in float64; whole numbers stay whole."""
+    return {
+        name: column[positions].astype(np.float64 if column.dtype.kind == "f" else np.int64)
+        for name, column in columns.items()
+    }
+
+
+def flatten(trajectories: Sequence[Trajectory], *, temperature: float | None = None) -> RowTable:
+    """All rows with a trained token, as flat columns; `temperature` is given to all of them, as
+    for a loss of the model's own distribution, whatever drew them."""
     pairs = [
         (index, row)
         for index, trajectory in enumerate(trajectories)
         for row in trajectory.rows
         if row.num_tokens > 1
     ]
-    mask, lengths, num_trained = _trained_tokens([row for _, row in pairs])
-    if not num_trained.all():
-        pairs = [pair for pair, count in zip(pairs, num_trained, strict=True) if count]
-        mask, lengths, num_trained = _trained_tokens([row for _, row in pairs])
     rows = [row for _, row in pairs]
-    known = np.fromiter(map(_has_usable_logprobs, rows), np.bool_, len(rows))
-    return RowTable(
+    lengths = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
+    starts = np.cumsum(lengths) - lengths
+    mask: BoolArray = _concatenate([row.loss_mask for row in rows], np.bool_)
+    mask[starts] = False
+    num_trained = np.add.reduceat(mask, starts, dtype=np.int64) if rows else lengths
+    table = RowTable(
         token_ids=_concatenate([row.token_ids for row in rows], np.int32),
         lengths=lengths,
-        starts=np.cumsum(lengths) - lengths,
+        starts=starts,
         mask=mask,
         num_trained=num_trained,
         trajectories=np.fromiter((index for index, _ in pairs), np.int64, len(pairs)),
-        behavior_logprobs=_concatenate(
-            [
-                row.behavior_logprobs
-                if usable and row.behavior_logprobs is not None
-                else np.zeros(row.num_tokens, np.float32)
-                for row, usable in zip(rows, known.tolist(), strict=True)
-            ],
-            np.float32,
+        behavior_logprobs=_concatenate([_behavior_logprobs(row) for row in rows], np.float32),
+        known=np.fromiter(map(_has_usable_logprobs, rows), np.bool_, len(rows)),
+        temperatures=np.fromiter(
+            (row.temperature if temperature is None else temperature for row in rows),
+            np.float64,
+            len(rows),
         ),
-        known=known,
-        temperatures=np.fromiter((row.temperature for row in rows), np.float64, len(rows)),
         oldest_versions=np.fromiter(map(_oldest_version, rows), np.int64, len(rows)),
         rows=tuple(rows),
     )
-
-
-def _trained_tokens(rows: list[TokenRow]) -> tuple[BoolArray, IndexArray, IndexArray]:
-    """[N] mask without first tokens, [R] lengths, [R] trained tokens."""
-    lengths = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
-    mask: BoolArray = _concatenate([row.loss_mask for row in rows], np.bool_)
-    if not rows:
-        return mask, lengths, lengths
-    starts = np.cumsum(lengths) - lengths
-    mask[starts] = False
-    return mask, lengths, np.add.reduceat(mask, starts, dtype=np.int64)
+    return table.select(num_trained > 0)
 
 
 def _oldest_version(row: TokenRow) -> int:
@@ -160,9 +169,15 @@ def _concatenate(arrays: list[Any], dtype: Any) -> Any:
 
 def _has_usable_logprobs(row: TokenRow) -> bool:
     """Raw logprobs of a tempered draw belong to another distribution than the one trained."""
-    if row.behavior_logprobs is None:
-        return False
-    return row.logprob_kind == "tempered" or row.temperature == 1.0
+    return row.behavior_logprobs is not None and (
+        row.logprob_kind == "tempered" or row.temperature == 1.0
+    )
+
+
+def _behavior_logprobs(row: TokenRow) -> FloatArray:
+    if row.behavior_logprobs is None or not _has_usable_logprobs(row):
+        return np.zeros(row.num_tokens, np.float32)
+    return row.behavior_logprobs
 
 
 def split_by_group(trajectories: Sequence[Trajectory], num_parts: int) -> list[IndexArray]:
@@ -248,3 +263,8 @@ def _make_chunk(
         ),
         positions=positions,
     )
+
+
+def describe(trajectory: Trajectory) -> str:
+    """How errors name a trajectory."""
+    return f"trajectory {trajectory.trajectory_id!r} (item {trajectory.item_id!r})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -36,11 +37,13 @@ class BlockingTrainService:
         self._service = service
         self._policy = policy
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
         self._waiting: set[concurrent.futures.Future[Any]] = set()
 
     def open(self) -> None:
         """Accept calls, carried to the running loop."""
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
 
     def close(self) -> None:
         """End waiting calls and refuse further ones."""
@@ -72,7 +75,7 @@ class BlockingTrainService:
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
         loop = self._loop
-        if loop is None or _runs_in(loop):
+        if loop is None or threading.get_ident() == self._loop_thread:
             call.close()
             raise InvariantError(
                 "the blocking train service works only inside a trainer's ordinary `train` "
@@ -88,11 +91,3 @@ class BlockingTrainService:
             ) from error
         finally:
             self._waiting.discard(future)
-
-
-def _runs_in(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether the caller stands on the loop's own thread, where waiting would never end."""
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False

@@ -10,8 +10,8 @@ from nexrl.config.schema import TrainerConfig
 from nexrl.config.user_code import load_user_class
 from nexrl.errors import ConfigError
 from nexrl.trainer.advantage_columns import AdvantageEstimator
-from nexrl.trainer.loss_columns import PolicyLoss
 from nexrl.trainer.policy_gradient import PolicyGradientTrainer
+from nexrl.trainer.policy_steps import PolicyLoss
 from nexrl.trainer.preference import PreferenceTrainer
 from nexrl.trainer.reward_model import RewardModelTrainer
 from nexrl.trainer.sft import SftTrainer

@@ -17,7 +17,7 @@ import numpy as np
 from nexrl.algorithms.groups import IndexArray
 from nexrl.algorithms.preference_losses import PreferenceLoss
 from nexrl.errors import InvariantError
-from nexrl.trainer.batching import RowTable, flatten
+from nexrl.trainer.batching import RowTable, describe, flatten
 from nexrl.types import Array, TokenRow, Trajectory
 
 if TYPE_CHECKING:
@@ -88,14 +88,13 @@ def collect(
 
 
 def _tabulate(trajectories: Sequence[Trajectory]) -> RowTable:
-    table = flatten(trajectories)
-    trained = np.bincount(table.trajectories, table.num_trained, len(trajectories))
-    for index in np.flatnonzero(trained == 0).tolist():
+    table = flatten(trajectories, temperature=1.0)
+    for index in np.flatnonzero(table.trained_lengths(len(trajectories)) == 0).tolist():
         raise InvariantError(
-            f"{_name(trajectories[index])} has no response token to train, so nothing of it can "
+            f"{describe(trajectories[index])} has no response token to train, so nothing of it can "
             "be compared"
         )
-    return replace(table, temperatures=np.ones(table.num_rows))
+    return table
 
 
 def _responses(
@@ -125,7 +124,7 @@ def _pairs(loss: PreferenceLoss, trajectories: Sequence[Trajectory], margin: flo
         sides = found.setdefault((trajectory.item_id, trajectory.draw, trajectory.member), {})
         if trajectory.role not in ("chosen", "rejected") or trajectory.role in sides:
             raise InvariantError(
-                f"{_name(trajectory)} has the role {trajectory.role!r}; {loss.name} needs one "
+                f"{describe(trajectory)} has the role {trajectory.role!r}; {loss.name} needs one "
                 "trajectory of role 'chosen' and one of role 'rejected' from each rollout "
                 "(rollout_worker.type: preference makes them)"
             )
@@ -134,7 +133,7 @@ def _pairs(loss: PreferenceLoss, trajectories: Sequence[Trajectory], margin: flo
         if len(sides) == 1:
             ((role, index),) = sides.items()
             raise InvariantError(
-                f"{_name(trajectories[index])} is {role} and its other side is missing: a pair is "
+                f"{describe(trajectories[index])} is {role} and its other side is missing: a pair is "
                 "trained whole or not at all"
             )
     chosen, rejected = (
@@ -178,7 +177,7 @@ def _scored_at_its_end(trajectory: Trajectory) -> Trajectory:
     """The last row, with a sentinel after it as the only position of interest."""
     row = next((r for r in reversed(trajectory.rows) if r.num_trained_tokens), None)
     if row is None:
-        raise InvariantError(f"{_name(trajectory)} has no response token to score")
+        raise InvariantError(f"{describe(trajectory)} has no response token to score")
     return _marked(trajectory, row, [row.num_tokens])
 
 
@@ -189,7 +188,7 @@ def _scored_at_step_ends(trajectory: Trajectory) -> Trajectory:
     ascending = len(ends) and np.all(np.diff(ends, prepend=0) > 0) and ends[-1] <= row.num_tokens
     if not ascending or len(ends) != len(labels):
         raise InvariantError(
-            f"{_name(trajectory)}: step_ends must ascend within (0, {row.num_tokens}], one for each "
+            f"{describe(trajectory)}: step_ends must ascend within (0, {row.num_tokens}], one for each "
             f"of its {len(labels)} labels, got {ends.tolist()}"
         )
     return _marked(trajectory, row, ends)
@@ -212,10 +211,6 @@ def _marked(trajectory: Trajectory, row: TokenRow, ends: Any) -> Trajectory:
 def _fact(trajectory: Trajectory, name: str, worker: str) -> Any:
     if name not in trajectory.extra:
         raise InvariantError(
-            f"{_name(trajectory)} has no extra[{name!r}] (rollout_worker.type: {worker} gives it)"
+            f"{describe(trajectory)} has no extra[{name!r}] (rollout_worker.type: {worker} gives it)"
         )
     return trajectory.extra[name]
-
-
-def _name(trajectory: Trajectory) -> str:
-    return f"item {trajectory.item_id!r} (trajectory {trajectory.trajectory_id!r})"

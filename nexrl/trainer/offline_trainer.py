@@ -5,31 +5,27 @@
 
 Consumes the rows of the offline workers, calls the train service, returns metrics. A pair couples
 two rows that may travel in different calls, so the loss is computed on this side of the wire
-(`client_loss.py`): the service only sees gradients of logprobs, or of values for reward models.
+(`run_client_steps`): the service only sees gradients of logprobs, or of values for reward models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nexrl.algorithms.groups import IndexArray
 from nexrl.algorithms.metrics import length_metrics
-from nexrl.algorithms.preference_losses import (
-    PREFERENCE_LOSSES,
-    PreferenceLoss,
-    find_preference_loss,
-)
+from nexrl.algorithms.preference_losses import PreferenceLoss, find_preference_loss
 from nexrl.algorithms.preference_metrics import preference_metrics
 from nexrl.config.schema import PreferenceConfig
 from nexrl.errors import ConfigError
 from nexrl.trainer.batched_trainer import BatchedTrainer, Outcome, StepPlan, step_metrics
 from nexrl.trainer.offline_rows import OfflineBatch, collect
 from nexrl.trainer.trainer import TrainerContext
-from nexrl.types import Array, FloatArray, Trajectory
+from nexrl.types import Array, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,18 +41,9 @@ class OfflineTrainer(BatchedTrainer):
     never split over optimizer steps, so any split of rows into chunks gives the same gradient.
     """
 
-    scores: ClassVar[bool]
-    """Whether the losses that it trains compare scores of a value head instead of logprobs."""
-
     def __init__(self, context: TrainerContext) -> None:
         super().__init__(context)
         self.loss = find_preference_loss(self.config.algorithm.loss.name)
-        if self.loss.needs_scores != self.scores:
-            accepted = [x.name for x in PREFERENCE_LOSSES.values() if x.needs_scores == self.scores]
-            raise ConfigError(
-                f"trainer.algorithm.loss.name {self.loss.name!r} does not fit the preset "
-                f"{self.config.algorithm.preset!r} (accepted: {', '.join(accepted)})"
-            )
         self.settings = _settings(self.loss, self.config.algorithm.preference)
         self._output = "values" if self.loss.needs_scores else "logprobs"
         self._live = "scores" if self.loss.needs_scores else "logprobs"
@@ -74,7 +61,7 @@ class OfflineTrainer(BatchedTrainer):
                 await self.run_client_steps(batch.table, [plan], objective, outputs=(self._output,))
             )
         outcome = Outcome.join(made)
-        inputs = {**constants, **self._moved(batch, outcome.columns[self._output])}
+        inputs = {**constants, **self._moved(batch, batch.sums(outcome.columns[self._output]))}
         lengths = np.array([t.num_response_tokens for t in trajectories])
         return {
             **length_metrics(lengths, np.zeros(len(lengths), np.bool_)),
@@ -91,7 +78,7 @@ class OfflineTrainer(BatchedTrainer):
         constants = await self.prepare(batch)
         await self.prepare_step(batch, plan, constants)
         found = await self.forward_outputs(self.policy, table, plan.rows, (self._output,))
-        inputs = {**constants, **self._moved(batch, found[self._output])}
+        inputs = {**constants, **self._moved(batch, batch.sums(found[self._output]))}
         loss = self.loss.loss(inputs, self.settings)
         return {"loss": float(loss.mean()), **preference_metrics(self.loss, inputs, self.settings)}
 
@@ -120,14 +107,13 @@ class OfflineTrainer(BatchedTrainer):
         inputs: dict[str, Tensor] = {
             name: torch.from_numpy(values[entries]) for name, values in constants.items()
         }
-        for side, segments in batch.sides.items():
-            inputs[side + self._live] = sums[torch.from_numpy(segments[entries])]
+        moved = self._moved(batch, sums)
+        inputs |= {name: values[torch.from_numpy(entries)] for name, values in moved.items()}
         loss: Tensor = self.loss.loss(inputs, self.settings)
         return loss.mean()
 
-    def _moved(self, batch: OfflineBatch, column: FloatArray) -> Constants:
-        """[P] inputs that training moves, from a [N] column of outputs."""
-        sums = batch.sums(column)
+    def _moved(self, batch: OfflineBatch, sums: Any) -> dict[str, Any]:
+        """[P] inputs that training moves, from the sums [S] of outputs, an array or a tensor."""
         return {side + self._live: sums[segments] for side, segments in batch.sides.items()}
 
     def _loss_metrics(

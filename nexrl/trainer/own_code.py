@@ -46,7 +46,8 @@ def is_path(name: str) -> bool:
 
 def load_own_advantage(reference: str, recipe_dir: Path) -> AdvantageDefinition:
     """The function as an estimator; its attribute `needs` names fields of AdvantageInputs beyond
-    rewards, groups and lengths that it cannot do without, for example ("values",)."""
+    rewards, groups and lengths that it cannot do without, for example ("values",). Token rewards
+    are part of `rewards` unless it needs them."""
     function = load_user_object(reference, recipe_dir=recipe_dir, key=ADVANTAGE_KEY)
     accepted = tuple(field.name for field in fields(AdvantageInputs))
     needs = _needs(ADVANTAGE_KEY, reference, function, default=(), accepted=accepted)
@@ -62,18 +63,27 @@ def load_own_advantage(reference: str, recipe_dir: Path) -> AdvantageDefinition:
         group_relative=False,
         estimate=estimate,
         needs=needs,
+        folds_token_rewards="token_rewards" not in needs,
     )
 
 
 def _checked_advantages(reference: str, found: Any, inputs: AdvantageInputs) -> Advantages:
-    num = len(inputs.rewards)
     assert inputs.lengths is not None
-    num_tokens = int(inputs.lengths.sum())
-    advantages = (
-        found
-        if isinstance(found, Advantages)
-        else _as_advantages(reference, found, num, num_tokens)
-    )
+    num, num_tokens = len(inputs.rewards), int(inputs.lengths.sum())
+    if not isinstance(found, Advantages):
+        array = np.asarray(found)
+        if array.dtype.kind not in "biuf" or array.shape not in ((num,), (num_tokens,)):
+            raise UserCodeError(
+                f"{ADVANTAGE_KEY}: {reference} must return Advantages, an array [T] = [{num}] (a "
+                f"number for each trajectory) or [M] = [{num_tokens}] (for each trained token), got "
+                f"{_shape(found)}"
+            )
+        by_trajectory, numbers = array.shape == (num,), array.astype(np.float64)
+        found = Advantages(
+            per_trajectory=numbers if by_trajectory else None,
+            per_token=None if by_trajectory else numbers,
+        )
+    advantages: Advantages = found
     shapes = {"per_trajectory": num, "per_token": num_tokens, "returns": num_tokens}
     for name, expected in shapes.items():
         array = getattr(advantages, name)
@@ -93,20 +103,6 @@ def _checked_advantages(reference: str, found: Any, inputs: AdvantageInputs) -> 
             f"{ADVANTAGE_KEY}: {reference} must give exactly one of per_trajectory and per_token"
         )
     return advantages
-
-
-def _as_advantages(reference: str, found: Any, num: int, num_tokens: int) -> Advantages:
-    array = np.asarray(found)
-    if array.dtype.kind not in "biuf" or array.shape not in ((num,), (num_tokens,)):
-        raise UserCodeError(
-            f"{ADVANTAGE_KEY}: {reference} must return Advantages, an array [T] = [{num}] (a number "
-            f"for each trajectory) or [M] = [{num_tokens}] (for each trained token), got "
-            f"{_shape(found)}"
-        )
-    numbers = array.astype(np.float64)
-    if array.shape == (num,):
-        return Advantages(per_trajectory=numbers)
-    return Advantages(per_token=numbers)
 
 
 # --- losses ---------------------------------------------------------------------------------------

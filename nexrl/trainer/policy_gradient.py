@@ -22,33 +22,31 @@ from nexrl.algorithms.baseline_advantages import moved_baseline
 from nexrl.algorithms.corrections import correction_weights
 from nexrl.algorithms.groups import IndexArray
 from nexrl.algorithms.kl import KL_ESTIMATORS
-from nexrl.algorithms.metrics import MetricSums, add_correction, length_metrics
+from nexrl.algorithms.metrics import MetricSums, add_correction, add_mismatch, length_metrics
 from nexrl.algorithms.shaping import shape_rewards, trained_after_masking
 from nexrl.errors import InvariantError
 from nexrl.trainer.advantage_columns import (
     GREEDY_REWARD,
     AdvantageEstimator,
     advantage_inputs,
-    describe,
     judgement_metrics,
     row_column,
-    trained_lengths,
 )
 from nexrl.trainer.advice import Advice
-from nexrl.trainer.batched_trainer import BatchedTrainer, StepPlan, in_flight, step_metrics
-from nexrl.trainer.batching import RowTable, flatten
-from nexrl.trainer.critic import CRITIC, Critic, value_metrics
-from nexrl.trainer.entropy_bonus import EntropyBonus
-from nexrl.trainer.loss_columns import PolicyLoss
-from nexrl.trainer.policy_steps import run_policy_steps, step_view_metrics
+from nexrl.trainer.batched_trainer import BatchedTrainer, StepPlan, in_flight
+from nexrl.trainer.batching import RowTable, describe, flatten
+from nexrl.trainer.critic import CRITIC, Critic
+from nexrl.trainer.policy_steps import EntropyBonus, PolicyLoss, PolicySteps
 from nexrl.trainer.teacher import TEACHER, TEACHER_LOGPROBS, Teacher
-from nexrl.trainer.token_metrics import add_engine_metrics, add_policy_metrics
 from nexrl.trainer.trainer import TrainerContext
 from nexrl.types import Array, BoolArray, FloatArray, ModelSpec, Trajectory, TrajectoryStatus
 
 REFERENCE = "reference"
 SHAPING_PART = "shaping"
 """Name of the reward part that `trainer.algorithm.shaping` makes, for gdpo and its part_weights."""
+POSITION_BOUNDS = (64, 512, 4096)
+"""mismatch/abs_mean by position among a row's trained tokens: a drift that grows with length shows
+here and hardly in the mean (FR-091)."""
 
 
 class PolicyGradientTrainer(BatchedTrainer):
@@ -112,6 +110,12 @@ class PolicyGradientTrainer(BatchedTrainer):
                 "must have one tokenizer; only the padding behind it may differ"
             )
 
+    async def teardown(self) -> None:
+        """Drop the teacher, too."""
+        await super().teardown()
+        if self._teacher.spec is not None:
+            await self.train_service.drop(self._teacher.spec.policy)
+
     def state_dict(self) -> dict[str, Any]:
         """Counters, the moving baseline, the adaptive entropy coefficient."""
         state = {
@@ -119,7 +123,9 @@ class PolicyGradientTrainer(BatchedTrainer):
             "entropy_coefficient": self._entropy.coefficient,
             "moving_baseline": self._moving_baseline,
         }
-        return state if self._critic is None else {**state, "critic": self._critic.state_dict()}
+        if self._critic is not None:
+            state["critic"] = {"num_batches": self._critic.num_batches}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; what the configuration fixes now is not restored."""
@@ -128,7 +134,15 @@ class PolicyGradientTrainer(BatchedTrainer):
             self._entropy.coefficient = float(state["entropy_coefficient"])
         self._moving_baseline = state.get("moving_baseline")
         if self._critic is not None and "critic" in state:
-            self._critic.load_state_dict(state["critic"])
+            self._critic.num_batches = int(state["critic"]["num_batches"])
+
+    @property
+    def num_scheduled_steps(self) -> int:
+        """The batches of the critic's warm-up make no step of the policy."""
+        if self._critic is None:
+            return super().num_scheduled_steps
+        warmup = self.config.algorithm.critic.warmup_batches
+        return super().num_scheduled_steps - warmup * self.config.num_optimizer_steps
 
     # --- one batch --------------------------------------------------------------------------------
 
@@ -141,7 +155,7 @@ class PolicyGradientTrainer(BatchedTrainer):
         self._refuse_untrainable(table, scored)
         columns = await self._frozen_columns(table, scored)
         inputs = advantage_inputs(scored, table, columns, needs=self._estimator.needs)
-        lengths = trained_lengths(table, len(scored))
+        lengths = table.trained_lengths(len(scored))
         truncated = np.array([t.status is TrajectoryStatus.TRUNCATED for t in scored], np.bool_)
         shaped = self._shaped(inputs, lengths)
         found = self._estimator.estimate(shaped, moving_baseline=self._moving_baseline)
@@ -174,14 +188,14 @@ class PolicyGradientTrainer(BatchedTrainer):
         sums = MetricSums()
         if self._recomputed(table).all():
             everywhere, proximal = table.mask, columns["proximal_logprobs"]
-            add_engine_metrics(sums, table, proximal, everywhere, version=self.version)
+            _add_engine_metrics(sums, table, proximal, everywhere, version=self.version)
         if self.config.algorithm.correction.action != "none":
             columns["correction"] = self._correction(table, columns, sums)
         calls: list[Coroutine[Any, Any, dict[str, float]]] = []
         if self._critic is None or not self._critic.warming_up:
             calls.append(self._train_policy(table, plans, columns, sums))
         if self._critic is not None:
-            calls.append(self._train_critic(self._critic, table, plans, columns))
+            calls.append(self._critic.train(self, table, plans, columns))
         metrics = {name: value for found in await in_flight(calls) for name, value in found.items()}
         return {**metrics, **sums.result()}
 
@@ -192,60 +206,19 @@ class PolicyGradientTrainer(BatchedTrainer):
         columns: Mapping[str, Array],
         sums: MetricSums,
     ) -> dict[str, float]:
-        coefficient = self._entropy.coefficient
-        outcome, views = await run_policy_steps(
-            self,
-            self._loss,
-            table,
-            plans,
-            columns,
-            entropy_coefficient=coefficient,
-            with_entropy=self._entropy.adaptive,
-        )
-        metrics = {
-            **step_metrics(outcome),
-            **step_view_metrics(self._loss.definition, views, sums),
-        }
-        add_policy_metrics(sums, table, outcome, columns, self.config.algorithm.kl)
+        steps = PolicySteps(self, self._loss, self._entropy, table, columns, sums)
+        outcome = await steps.run(plans)
+        metrics = steps.metrics(outcome)
         if not self._recomputed(table).all():
             first = np.zeros(table.num_tokens, np.bool_)
             first[plans[0].positions] = True
             logprobs = outcome.columns["logprobs"]
-            add_engine_metrics(sums, table, logprobs, first, version=self.version)
+            _add_engine_metrics(sums, table, logprobs, first, version=self.version)
         if self._entropy.adaptive:
-            metrics["entropy/coefficient"] = coefficient
+            metrics["entropy/coefficient"] = self._entropy.coefficient
             entropy = outcome.columns["entropy"][table.mask]
             self._entropy.update(float(entropy.mean(dtype=np.float64)))
         return metrics
-
-    async def _train_critic(
-        self,
-        critic: Critic,
-        table: RowTable,
-        plans: Sequence[StepPlan],
-        columns: Mapping[str, Array],
-    ) -> dict[str, float]:
-        if "returns" not in columns:
-            raise InvariantError(
-                "trainer.algorithm.advantage.name: an estimator that needs `values` must also give "
-                "`returns`, which the critic learns"
-            )
-        inputs = {
-            "weight": columns["weight"],
-            "returns": columns["returns"],
-            "old_values": columns["values"],
-        }
-        outcome = await self.run_steps(
-            table,
-            plans,
-            inputs,
-            critic.loss,
-            outputs=("values",),
-            policy=CRITIC,
-            next_params=critic.next_params,
-        )
-        critic.num_batches += 1
-        return value_metrics(table, outcome, inputs, critic.loss)
 
     # --- what is known before the first step ------------------------------------------------------
 
@@ -345,3 +318,30 @@ class PolicyGradientTrainer(BatchedTrainer):
                 f"{describe(owner)} has no usable engine logprobs, which only weight.mode: sync can "
                 "do without"
             )
+
+
+def _add_engine_metrics(
+    sums: MetricSums,
+    table: RowTable,
+    at_start: Array,
+    compared: BoolArray,
+    *,
+    version: int,
+) -> None:
+    """mismatch/*: `at_start` [N] logprobs under the weights that the batch began with, known where
+    `compared` [N]. Only there do trainer and engine speak of one policy."""
+    known = table.spread(table.known)
+    sums.add_mean("mismatch/unknown_share", ~known[table.mask])
+    at = np.flatnonzero(compared & known & table.mask)
+    trained, behavior = at_start[at].astype(np.float64), table.behavior_logprobs[at]
+    stale = (table.oldest_versions >= 0) & (table.oldest_versions < version)
+    add_mismatch(sums, trained, behavior, table.spread(stale)[at])
+    counts = np.cumsum(table.mask)
+    before = table.spread(counts[table.starts] - table.mask[table.starts])
+    positions, distances = (counts - 1 - before)[at], np.abs(trained - behavior)
+    lower = 0
+    for upper in (*POSITION_BOUNDS, None):
+        inside = (positions >= lower) & (positions < (upper or np.inf))
+        name = f"from_{lower}" if upper is None else f"to_{upper}"
+        sums.add_mean(f"mismatch/abs_mean_{name}", distances[inside])
+        lower = upper or lower

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from nexrl.algorithms.metrics import length_metrics
@@ -21,8 +19,7 @@ class SftTrainer(BatchedTrainer):
 
     async def train(self, trajectories: list[Trajectory]) -> dict[str, float]:
         """One batch; metrics are loss/total, nll/token, grad_norm, lr and response_length/*."""
-        table = flatten(trajectories)
-        table = replace(table, temperatures=np.ones(table.num_rows))
+        table = flatten(trajectories, temperature=1.0)
         plans = self.plan_steps(table, trajectories)
         outcome = await self.run_steps(
             table,
@@ -30,7 +27,7 @@ class SftTrainer(BatchedTrainer):
             {"weight": self.weight_column(table, plans)},
             LossSpec(name="cross_entropy"),
         )
-        lengths = np.bincount(table.trajectories, table.num_trained, len(trajectories))
+        lengths = table.trained_lengths(len(trajectories))
         truncated = np.array([t.status is TrajectoryStatus.TRUNCATED for t in trajectories])
         metrics = {**length_metrics(lengths, truncated), **step_metrics(outcome)}
         if table.num_rows:

@@ -24,8 +24,6 @@ from nexrl.services.train.protocol import TrainService
 from nexrl.trainer.blocking import BlockingTrainService
 from nexrl.types import DEFAULT_POLICY, Batch, ModelSpec, OptimParams, Trajectory
 
-TrainResult = dict[str, float]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerContext:
@@ -107,19 +105,22 @@ class Trainer:
         Makes `further_policies`; on a resume the checkpoint's are there already, and must be.
         """
         for spec in self.further_policies:
-            if self._restored:
-                await self._require_restored(spec.policy)
-            else:
+            if not self._restored:
                 await self.train_service.create(spec)
+                continue
+            try:
+                await self.train_service.info(spec.policy)
+            except NexRLError as error:
+                raise InvariantError(
+                    f"resuming needs the {spec.policy} policy of the checkpoint, and the train "
+                    f"service has none: {error}"
+                ) from error
 
-    async def _require_restored(self, policy: str) -> None:
-        try:
-            await self.train_service.info(policy)
-        except NexRLError as error:
-            raise InvariantError(
-                f"resuming needs the {policy} policy of the checkpoint, and the train service has "
-                f"none: {error}"
-            ) from error
+    async def teardown(self) -> None:
+        """Called once when a stage has ended as it should, after its last checkpoint; a later stage
+        makes policies of its own."""
+        for spec in self.further_policies:
+            await self.train_service.drop(spec.policy)
 
     def train(
         self, trajectories: list[Trajectory]
@@ -146,6 +147,11 @@ class Trainer:
             num_optimizer_steps=num_steps,
         )
 
+    @property
+    def num_scheduled_steps(self) -> int:
+        """Optimizer steps of the whole stage: where a falling learning rate ends."""
+        return self.config.num_steps * self.config.num_optimizer_steps
+
     def next_optim_params(self) -> OptimParams:
         """Settings of the next optimizer step, which this counts."""
         settings = self.config.optimizer
@@ -153,7 +159,7 @@ class Trainer:
             self.optimizer_step,
             peak=settings.lr,
             warmup_steps=settings.warmup_steps,
-            total_steps=self.config.num_steps * self.config.num_optimizer_steps,
+            total_steps=self.num_scheduled_steps,
             schedule=settings.schedule,
             min_ratio=settings.min_lr_ratio,
         )
@@ -182,7 +188,7 @@ class Trainer:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
 
-    async def _call_train(self, trajectories: list[Trajectory]) -> TrainResult:
+    async def _call_train(self, trajectories: list[Trajectory]) -> dict[str, float]:
         name = type(self).__name__
         try:
             if inspect.iscoroutinefunction(self.train):
@@ -224,14 +230,14 @@ def _refuse_too_long(trajectories: Sequence[Trajectory], max_positions: int) -> 
             )
 
 
-def _checked_metrics(trainer: str, result: Any) -> TrainResult:
+def _checked_metrics(trainer: str, result: Any) -> dict[str, float]:
     """Metrics as floats; UserCodeError on anything else, InvariantError on a loss not finite."""
     if not isinstance(result, Mapping):
         raise UserCodeError(
             f"{trainer}.train must return a mapping of metric names to numbers, got "
             f"{type(result).__name__}"
         )
-    metrics: TrainResult = {}
+    metrics: dict[str, float] = {}
     for name, value in result.items():
         try:
             metrics[str(name)] = float(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,9 +46,8 @@ class LedgerSnapshot:
             name: sum(getattr(one, name) for one in ledgers) for name in plain
         }
         for name in ("filtered", "failed", "stale", "cancelled"):
-            reasons: dict[str, int] = {}
+            reasons: Counter[str] = Counter()
             for ledger in ledgers:
-                for reason, count in getattr(ledger, name).items():
-                    reasons[reason] = reasons.get(reason, 0) + count
-            counts[name] = reasons
+                reasons.update(getattr(ledger, name))
+            counts[name] = dict(reasons)
         return cls(**counts)

@@ -159,16 +159,16 @@ class TokenRow:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        self._check_length("loss_mask", self.loss_mask, length)
-        if self.sampled is not None and self.sampled is not self.loss_mask:
-            self._check_length("sampled", self.sampled, length)
-        if self.behavior_logprobs is not None:
-            self._check_length("behavior_logprobs", self.behavior_logprobs, length)
-        for name, column in self.columns.items():
-            if len(column.values) != length:
+        aligned: list[tuple[str, Array | None]] = [
+            ("loss_mask", self.loss_mask),
+            ("sampled", self.sampled),
+            ("behavior_logprobs", self.behavior_logprobs),
+        ]
+        aligned += [(f"column {name!r}", column.values) for name, column in self.columns.items()]
+        for name, array in aligned:
+            if array is not None and len(array) != length:
                 raise InvariantError(
-                    f"token row: column {name!r} has length {len(column.values)}, "
-                    f"token_ids has {length}"
+                    f"token row: {name} has length {len(array)}, token_ids has {length}"
                 )
         if self.versions:
             check_spans(self.versions, length, "token row")
@@ -190,13 +190,6 @@ class TokenRow:
             logprobs = self.behavior_logprobs
             if not math.isfinite(np.dot(logprobs, logprobs)) and not np.isfinite(logprobs).all():
                 raise InvariantError("token row: behavior_logprobs has a NaN or infinite entry")
-
-    @staticmethod
-    def _check_length(name: str, array: Array, length: int) -> None:
-        if len(array) != length:
-            raise InvariantError(
-                f"token row: {name} has length {len(array)}, token_ids has {length}"
-            )
 
     @property
     def num_tokens(self) -> int:

@@ -21,7 +21,7 @@ SCHEMA_VERSION = 2
 """Of stored trajectories: 2 added `Turn.reward` and `Turn.anchor`. Older ones are read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersion:
     """One published state of one policy; `number` counts batches consumed."""
 

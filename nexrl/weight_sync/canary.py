@@ -47,32 +47,12 @@ class Verdict:
 
     distance: float
     """Mean |engine - new trainer| over all scored tokens, in nats."""
-    tolerance: float
-    """Largest distance that is believed."""
-    move: float
-    """Mean |new - old trainer| over the tokens that moved most, in nats."""
-    nearer_new: bool
-    """On those tokens the engine is nearer the new version than the old one."""
-    decided: bool
-    """The move is large enough, against the measured noise, to tell the two apart."""
     noise: float
-    """Mean |engine - new trainer| over the tokens that differ most: as `move`, so comparable."""
-
-    @property
-    def fault(self) -> str | None:
-        """Why the engine cannot be believed, or None."""
-        if self.decided and not self.nearer_new:
-            return (
-                f"where the trainer's logprobs moved by {self.move:.3g} nats, the engine's are "
-                "nearer the old weights than the new: it still serves the old ones"
-            )
-        if not self.distance <= self.tolerance:
-            return (
-                f"its logprobs differ from the trainer's by {self.distance:.3g} nats per token "
-                f"(weight.canary_tolerance accepts {self.tolerance:.3g}): it serves other weights "
-                "or computes differently"
-            )
-        return None
+    """The same over the tokens that differ most, so comparable with a move of the trainer."""
+    decided: bool
+    """The trainer's move is large enough, against the measured noise, to tell old from new."""
+    fault: str | None
+    """Why the engine cannot be believed, or None."""
 
 
 class Canary:
@@ -106,14 +86,39 @@ class Canary:
         now, served = new[scored].astype(np.float64), engine[scored].astype(np.float64)
         moves, distances = np.abs(now - before), np.abs(served - now)
         top = np.argsort(-moves, kind="stable")[:NUM_MOVED_TOKENS]
-        move = float(moves[top].mean())
-        return Verdict(
-            distance=float(distances.mean()),
-            tolerance=self._tolerance * self._scale(new),
-            move=move,
-            nearer_new=bool(distances[top].mean() < np.abs(served - before)[top].mean()),
-            decided=move > NOISE_FACTOR * self._noise * self._scale(new),
-            noise=float(np.sort(distances)[-NUM_MOVED_TOKENS:].mean()),
+        move, distance = float(moves[top].mean()), float(distances.mean())
+        decided = move > NOISE_FACTOR * self._noise * self._scale(new)
+        tolerance = self._tolerance * self._scale(new)
+        fault = None
+        if decided and not distances[top].mean() < np.abs(served - before)[top].mean():
+            fault = (
+                f"where the trainer's logprobs moved by {move:.3g} nats, the engine's are "
+                "nearer the old weights than the new: it still serves the old ones"
+            )
+        elif not distance <= tolerance:
+            fault = (
+                f"its logprobs differ from the trainer's by {distance:.3g} nats per token "
+                f"(weight.canary_tolerance accepts {tolerance:.3g}): it serves other weights "
+                "or computes differently"
+            )
+        noise = float(np.sort(distances)[-NUM_MOVED_TOKENS:].mean())
+        return Verdict(distance=distance, noise=noise, decided=decided, fault=fault)
+
+    def reload_fault(
+        self, before: FloatArray, after: FloatArray, trainer: FloatArray
+    ) -> str | None:
+        """Why [N] logprobs of an engine before and after it loaded the same weights again differ
+        too much, or None; at most as they differ from the trainer's is noise."""
+        assert self.probe is not None
+        scored = _scored_positions(self.probe.chunk)
+        first = before[scored].astype(np.float64)
+        difference = float(np.abs(first - after[scored]).mean())
+        noise = NOISE_FACTOR * float(np.abs(first - trainer[scored]).mean())
+        if difference <= max(NO_OP_TOLERANCE, noise):
+            return None
+        return (
+            f"loading the same weights again changed its logprobs by {difference:.3g} nats per "
+            "token; its loader does not start from the published tensors"
         )
 
     def settle(self, verdicts: Sequence[Verdict], new: FloatArray, *, unchanged: bool) -> None:
@@ -153,12 +158,6 @@ def join(first: RowChunk, second: RowChunk | None) -> RowChunk:
         lengths=np.concatenate([first.lengths, second.lengths]),
         token_ids=np.concatenate([first.token_ids, second.token_ids]),
     )
-
-
-def mean_difference(chunk: RowChunk, first: FloatArray, second: FloatArray) -> float:
-    """Mean absolute difference of two [N] arrays over scored tokens, in nats."""
-    scored = _scored_positions(chunk)
-    return float(np.abs(first[scored].astype(np.float64) - second[scored]).mean())
 
 
 def _scored_positions(chunk: RowChunk) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from nexrl.config.schema import WeightConfig
-from nexrl.errors import ConfigError, NexRLError, WeightSyncError
+from nexrl.errors import ConfigError, WeightSyncError
 from nexrl.protocols import Tracker
 from nexrl.services.inference.protocol import EngineControl
 from nexrl.services.train.protocol import TrainService
@@ -31,24 +31,10 @@ from nexrl.types import (
     TokenRow,
     WeightManifest,
 )
-from nexrl.weight_sync.canary import (
-    NO_OP_TOLERANCE,
-    NOISE_FACTOR,
-    Canary,
-    Probe,
-    Verdict,
-    join,
-    mean_difference,
-    synthetic_chunk,
-)
-from nexrl.weight_sync.engine_set import ChecksumRule, EngineSet
+from nexrl.weight_sync.canary import Canary, Probe, Verdict, join, synthetic_chunk
+from nexrl.weight_sync.engine_set import Engine, EngineSet, within
 
 T = TypeVar("T")
-_CHECKSUM_RULES: Mapping[str, ChecksumRule] = {
-    "full": "if_echoed",
-    "checksum": "required",
-    "off": "ignored",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +73,7 @@ class WeightSyncController:
         self._folder = folder
         self._policy = policy
         self._tracker = tracker
-        self._engines = EngineSet(engines, control_deadline_s=config.verify_deadline_s)
+        self._engines = EngineSet(engines, config)
         self._canary = Canary(tolerance=config.canary_tolerance, num_rows=config.num_canary_rows)
         self._lock = asyncio.Lock()
         self._active: WeightManifest | None = None
@@ -160,20 +146,24 @@ class WeightSyncController:
         async with self._timed("publish"):
             manifest = await self._publish(version, unchanged=unchanged)
         answer = await self._ask_trainer(version, probe_rows)
+        verdicts: list[Verdict] = []
         async with self._timed("pause"):
             try:
                 await self._engines.pause(version)
                 await self._load(manifest)
-                verdicts = await self._verify(version, answer)
-                if starting:
-                    await self._test_no_op(manifest, answer)
+                if answer is not None:
+                    verdicts = await self._verify(version, answer)
+                    if starting:
+                        await self._test_no_op(manifest, answer)
                 await self._engines.activate(version)
             except WeightSyncError:
-                await self._retreat()
+                for line in await self._engines.retreat(self._active):
+                    self._tracker.warn(line)
                 raise
             self._active = manifest
             await self._engines.resume(version)
-        self._remember(version, verdicts, answer, unchanged=unchanged or starting)
+        if answer is not None:
+            self._remember(version, verdicts, answer, unchanged=unchanged or starting)
         await asyncio.to_thread(
             _delete_old, self._folder, self._policy, keep=self._config.keep_publications
         )
@@ -184,11 +174,10 @@ class WeightSyncController:
         # One folder a version: policies and a resumed run share a parent without meeting.
         name = f"{version.policy}-{version.incarnation:04d}-{version.number:08d}"
         path = (self._folder / name).absolute()
-        manifest = await self._trainer(
-            "publish",
-            version,
-            self._train.publish_weights(self._policy, version, str(path), unchanged=unchanged),
+        manifest = await within(
             self._config.publish_deadline_s,
+            f"sync {version}: publish on the train service",
+            self._train.publish_weights(self._policy, version, str(path), unchanged=unchanged),
         )
         if manifest.version != version:
             raise WeightSyncError(
@@ -198,16 +187,10 @@ class WeightSyncController:
 
     async def _load(self, manifest: WeightManifest) -> None:
         async with self._timed("load"):
-            await self._engines.load(
-                manifest,
-                checksum=_CHECKSUM_RULES[self._config.verify],
-                deadline_s=self._config.load_deadline_s,
-            )
+            await self._engines.load(manifest)
 
     async def _first_probe(self, version: PolicyVersion) -> Probe:
-        info = await self._trainer(
-            "verify", version, self._train.info(self._policy), self._config.verify_deadline_s
-        )
+        info = await self._ask(version, self._train.info(self._policy))
         chunk = synthetic_chunk(info.vocab_size)
         logprobs = await self._forward(version, chunk)
         return Probe(chunk=chunk, logprobs=logprobs, synthetic=True)
@@ -215,9 +198,10 @@ class WeightSyncController:
     async def _ask_trainer(
         self, version: PolicyVersion, probe_rows: Sequence[TokenRow]
     ) -> _Answer | None:
-        """The trainer's logprobs for the present probe and the next, in one forward."""
+        """The trainer's logprobs for the present probe and the next, in one forward; None when
+        engines are not probed."""
         probe = self._canary.probe
-        if self._config.verify != "full" or probe is None:
+        if probe is None:
             return None
         async with self._timed("verify"):
             candidate = self._canary.candidate(probe_rows)
@@ -230,18 +214,15 @@ class WeightSyncController:
         return _Answer(logprobs=now, next_probe=next_probe)
 
     async def _forward(self, version: PolicyVersion, chunk: RowChunk) -> FloatArray:
-        output = await self._trainer(
-            "verify",
-            version,
-            self._train.forward(self._policy, chunk),
-            self._config.verify_deadline_s,
-        )
+        output = await self._ask(version, self._train.forward(self._policy, chunk))
         return output.outputs["logprobs"]
 
-    async def _verify(self, version: PolicyVersion, answer: _Answer | None) -> list[Verdict]:
+    async def _ask(self, version: PolicyVersion, call: Awaitable[T]) -> T:
+        where = f"sync {version}: verify on the train service"
+        return await within(self._config.verify_deadline_s, where, call)
+
+    async def _verify(self, version: PolicyVersion, answer: _Answer) -> list[Verdict]:
         """One verdict for each engine; raises for the first that cannot be believed."""
-        if answer is None:
-            return []
         async with self._timed("verify"):
             scores = await self._score(version)
         verdicts = [self._canary.judge(answer.logprobs, score) for score in scores]
@@ -253,55 +234,35 @@ class WeightSyncController:
     async def _score(self, version: PolicyVersion) -> list[FloatArray]:
         assert self._canary.probe is not None
         chunk = self._canary.probe.chunk
-        scores = await self._engines.each(
-            "verify", version, lambda e: e.control.score(chunk, policy=self._policy)
-        )
-        for engine, score in zip(self._engines.engines, scores, strict=True):
-            if len(score) != chunk.num_tokens:
-                raise WeightSyncError(
-                    f"sync {version}: verify on {engine.name}: it scored {len(score)} tokens of "
-                    f"{chunk.num_tokens}"
-                )
-        return scores
 
-    async def _test_no_op(self, manifest: WeightManifest, answer: _Answer | None) -> None:
+        async def score(engine: Engine) -> FloatArray:
+            scores = await engine.control.score(chunk, policy=self._policy)
+            if len(scores) != chunk.num_tokens:
+                raise WeightSyncError(f"it scored {len(scores)} tokens of {chunk.num_tokens}")
+            return scores
+
+        return await self._engines.each("verify", version, score)
+
+    async def _test_no_op(self, manifest: WeightManifest, answer: _Answer) -> None:
         """Load what is loaded already; the engine's logprobs must stay as they are."""
-        if answer is None:
-            return
-        chunk = answer.next_probe.chunk
         before = await self._score(manifest.version)
         await self._load(manifest)
         after = await self._score(manifest.version)
         for engine, first, second in zip(self._engines.engines, before, after, strict=True):
-            noise = NOISE_FACTOR * mean_difference(chunk, first, answer.logprobs)
-            difference = mean_difference(chunk, first, second)
-            if not difference <= max(NO_OP_TOLERANCE, noise):
-                raise WeightSyncError(
-                    f"sync {manifest.version}: self-test on {engine.name}: loading the same "
-                    f"weights again changed its logprobs by {difference:.3g} nats per token; its "
-                    "loader does not start from the published tensors"
-                )
-
-    async def _retreat(self) -> None:
-        lines = await self._engines.retreat(
-            self._active,
-            checksum=_CHECKSUM_RULES[self._config.verify],
-            deadline_s=self._config.load_deadline_s,
-        )
-        for line in lines:
-            self._tracker.warn(line)
+            fault = self._canary.reload_fault(first, second, answer.logprobs)
+            if fault is not None:
+                where = f"sync {manifest.version}: self-test on {engine.name}"
+                raise WeightSyncError(f"{where}: {fault}")
 
     def _remember(
         self,
         version: PolicyVersion,
         verdicts: Sequence[Verdict],
-        answer: _Answer | None,
+        answer: _Answer,
         *,
         unchanged: bool,
     ) -> None:
         """What this sync taught the canary; an alarm when it has told nothing for long."""
-        if answer is None:
-            return
         self._canary.settle(verdicts, answer.logprobs, unchanged=unchanged)
         self._canary.adopt(answer.next_probe)
         undecided, bound = self._canary.num_undecided, self._config.max_undecided
@@ -319,20 +280,6 @@ class WeightSyncController:
             metrics["sync/undecided"] = float(self._canary.num_undecided)
             metrics["sync/canary_abs_mean"] = max(v.distance for v in verdicts)
         return metrics
-
-    @staticmethod
-    async def _trainer(
-        phase: str, version: PolicyVersion, call: Awaitable[T], deadline_s: float
-    ) -> T:
-        """A call to the train service within a deadline, its failure named."""
-        where = f"sync {version}: {phase} on the train service"
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await call
-        except TimeoutError as error:
-            raise WeightSyncError(f"{where}: no answer within {deadline_s:g} s") from error
-        except NexRLError as error:
-            raise WeightSyncError(f"{where}: {error}") from error
 
 
 def _delete_old(parent: Path, policy: str, *, keep: int) -> None:

@@ -8,7 +8,6 @@ OpenAI's JSON to everything else.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from nexrl.services.inference.messages import (
     CONTENT_TYPE,
     GENERATE_PATH,
     LENGTH_BYTES,
-    Answer,
     Call,
     pack_generate,
     unpack_frame,
@@ -89,13 +87,11 @@ class HttpInferenceService:
         self,
         url: str,
         *,
-        model: str = DEFAULT_POLICY,
         token: str | None = None,
         request_deadline_s: float = 120.0,
         connect_deadline_s: float = 30.0,
         control_deadline_s: float = 600.0,
     ) -> None:
-        self.model = model
         self._control_s = control_deadline_s
         self._http = HttpClient(
             url.rstrip("/").removesuffix("/v1"),
@@ -133,21 +129,14 @@ class HttpInferenceService:
             exchange = _Exchange(callers)
             for caller in callers:
                 caller.exchange = exchange
-            exchange.task = self._start(self._run(exchange))
-            exchange.task.add_done_callback(partial(_cancel_rest, exchange))
+            exchange.task = self._start(self._receive(exchange))
+            exchange.task.add_done_callback(partial(_settle_rest, exchange))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _run(self, exchange: _Exchange) -> None:
-        try:
-            await self._receive(exchange)
-            _fail(exchange, ServiceError("inference: the answer ended early", retryable=True))
-        except Exception as error:  # noqa: BLE001 - every caller gets the error where it waits
-            _fail(exchange, error)
 
     async def _receive(self, exchange: _Exchange) -> None:
         """Send the request and settle callers frame by frame, until the answer ends."""
@@ -187,16 +176,13 @@ class HttpInferenceService:
     async def _abort(self, message: Mapping[str, Any]) -> None:
         # A server that cannot be told has lost the request too, and its callers learn of that.
         with suppress(NexRLError):
-            await self._http.request(
-                "POST", ABORT_PATH, body=pack(message), content_type=CONTENT_TYPE
-            )
+            await self._post(ABORT_PATH, message)
 
     # --- steering ---------------------------------------------------------------------------
 
     async def info(self) -> EngineInfo:
         """What the server says of its engine."""
-        answer = await self._http.request_json("GET", "/control/info")
-        return from_plain(EngineInfo, answer)
+        return from_plain(EngineInfo, await self._http.request_json("GET", "/control/info"))
 
     async def pause(self, mode: PauseMode) -> None:
         """See `EngineControl.pause`."""
@@ -219,24 +205,22 @@ class HttpInferenceService:
         answer = await self._control("score", {"chunk": chunk, "policy": policy})
         return np.asarray(answer["logprobs"], np.float32)
 
-    async def _control(self, verb: str, body: Mapping[str, Any]) -> Any:
-        answer = await self._http.request(
-            "POST",
-            f"/control/{verb}",
-            body=pack(body),
-            content_type=CONTENT_TYPE,
-            deadline_s=self._control_s,
+    async def _control(self, verb: str, message: Mapping[str, Any]) -> Any:
+        return await self._post(f"/control/{verb}", message, self._control_s)
+
+    async def _post(
+        self, path: str, message: Mapping[str, Any], deadline_s: float | None = None
+    ) -> Any:
+        body = pack(message)
+        return unpack(
+            await self._http.request(
+                "POST", path, body=body, content_type=CONTENT_TYPE, deadline_s=deadline_s
+            )
         )
-        return unpack(answer)
 
     async def metrics(self) -> str:
         """The server's Prometheus text."""
         return (await self._http.request("GET", "/metrics")).decode()
-
-    async def health(self) -> Mapping[str, Any]:
-        """The server's health; ServiceError when it is not well."""
-        health: Mapping[str, Any] = json.loads(await self._http.request("GET", "/health"))
-        return health
 
     async def aclose(self) -> None:
         """Cancel what is under way and close all connections; idempotent."""
@@ -263,21 +247,22 @@ def _bounded(callers: Iterable[_Waiting]) -> Iterator[list[_Waiting]]:
         yield part
 
 
-def _settle(future: asyncio.Future[list[Completion]], answer: Answer) -> None:
+def _settle(
+    future: asyncio.Future[list[Completion]], answer: list[Completion] | BaseException
+) -> None:
     if future.done():
         return
-    if isinstance(answer, Exception):
+    if isinstance(answer, BaseException):
         future.set_exception(answer)
     else:
         future.set_result(answer)
 
 
-def _fail(exchange: _Exchange, error: Exception) -> None:
+def _settle_rest(exchange: _Exchange, task: asyncio.Task[None]) -> None:
+    """A request that has ended, even one cancelled before it began, leaves nobody waiting."""
     for caller in exchange.callers:
-        _settle(caller.future, error)
-
-
-def _cancel_rest(exchange: _Exchange, _: asyncio.Task[None]) -> None:
-    """A cancelled task, even one that never began, leaves nobody waiting."""
-    for caller in exchange.callers:
-        caller.future.cancel()
+        if task.cancelled():
+            caller.future.cancel()
+        else:
+            early = ServiceError("inference: the answer ended early", retryable=True)
+            _settle(caller.future, task.exception() or early)

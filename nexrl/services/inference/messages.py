@@ -8,7 +8,7 @@ however many choices and tokens it has. Every other server is spoken to in OpenA
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -53,17 +53,19 @@ def pack_generate(request_id: str, calls: Sequence[Call]) -> bytes:
     """A request; prompts and settings that calls share are stated once, and every sampling field
     is (FR-085)."""
     prompts: dict[bytes, int] = {}
-    settings: dict[tuple[Any, ...], int] = {}
+    settings: dict[tuple[Sampling, str], int] = {}
     rows = []
-    fields: list[dict[str, Any]] = []
     for call in calls:
-        s = call.sampling
-        key = (s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop, s.stop_token_ids, call.policy)
-        if key not in settings:
-            settings[key] = len(settings)
-            fields.append(asdict(replace(s, seed=None, seeds=())) | {"policy": call.policy})
+        setting = (replace(call.sampling, seed=None, seeds=()), call.policy)
         prompt = np.ascontiguousarray(call.prompt, "<i4").tobytes()
-        rows.append((prompts.setdefault(prompt, len(prompts)), settings[key], call.seeds))
+        rows.append(
+            (
+                prompts.setdefault(prompt, len(prompts)),
+                settings.setdefault(setting, len(settings)),
+                call.seeds,
+            )
+        )
+    fields = [asdict(sampling) | {"policy": policy} for sampling, policy in settings]
     body = {"id": request_id, "prompts": list(prompts), "settings": fields, "calls": rows}
     packed: bytes = msgpack.packb(body)
     return packed
@@ -72,18 +74,14 @@ def pack_generate(request_id: str, calls: Sequence[Call]) -> bytes:
 def unpack_generate(body: bytes) -> tuple[str, list[Call]]:
     """Id and calls of a request; InvariantError when it is not one."""
     try:
-        message = msgpack.unpackb(body)
+        message = msgpack.unpackb(body, use_list=False)
         prompts = [np.frombuffer(p, "<i4") for p in message["prompts"]]
-        settings: list[tuple[Sampling, str]] = []
-        for fields in message["settings"]:
-            policy = str(fields.pop("policy"))
-            for name in ("stop", "stop_token_ids", "seeds"):
-                fields[name] = tuple(fields[name])
-            settings.append((Sampling(**fields), policy))
-        calls = []
-        for prompt, setting, seeds in message["calls"]:
-            sampling, policy = settings[setting]
-            calls.append(Call(prompts[prompt], sampling, tuple(seeds), policy))
+        policies = [str(fields.pop("policy")) for fields in message["settings"]]
+        settings = [Sampling(**fields) for fields in message["settings"]]
+        calls = [
+            Call(prompts[p], settings[s], tuple(seeds), policies[s])
+            for p, s, seeds in message["calls"]
+        ]
         return str(message["id"]), calls
     except _DAMAGE as error:
         raise InvariantError(f"not a readable generate request: {error!r}") from error
@@ -131,39 +129,31 @@ def unpack_frame(frame: bytes, calls: Sequence[Call], url: str) -> list[tuple[in
         ends = np.cumsum(message["lengths"]).tolist()
         token_ids = np.frombuffer(message["token_ids"], "<i4")
         versions = [_parse_version(text) for text in message["versions"]]
+
+        def completion(row: int, prompt: IntArray) -> Completion:
+            logprobs = message["logprobs"][row]
+            return Completion(
+                token_ids=token_ids[ends[row] - message["lengths"][row] : ends[row]],
+                logprobs=None if logprobs is None else np.frombuffer(logprobs, "<f4"),
+                versions=tuple(
+                    VersionSpan(start=start, end=end, version=versions[version])
+                    for start, end, version in message["spans"][row]
+                ),
+                prompt_token_ids=prompt,
+                **{name: message[name][row] for name in _PER_CHOICE},
+            )
+
         first = 0
         for index, num_choices in message["calls"]:
-            rows, prompt = range(first, first + num_choices), calls[index].prompt
-            if num_choices != len(calls[index].seeds):
-                raise ValueError(f"{num_choices} choices for {len(calls[index].seeds)} seeds")
-            answers.append(
-                (index, [_completion(message, i, ends, token_ids, versions, prompt) for i in rows])
-            )
+            call = calls[index]
+            if num_choices != len(call.seeds):
+                raise ValueError(f"{num_choices} choices for {len(call.seeds)} seeds")
+            rows = range(first, first + num_choices)
+            answers.append((index, [completion(row, call.prompt) for row in rows]))
             first += num_choices
     except _DAMAGE as error:
         raise InvariantError(f"not a readable generate answer: {error!r}") from error
     return answers
-
-
-def _completion(
-    message: Mapping[str, Any],
-    row: int,
-    ends: Sequence[int],
-    token_ids: IntArray,
-    versions: Sequence[PolicyVersion],
-    prompt: IntArray,
-) -> Completion:
-    logprobs = message["logprobs"][row]
-    return Completion(
-        token_ids=token_ids[ends[row] - message["lengths"][row] : ends[row]],
-        logprobs=None if logprobs is None else np.frombuffer(logprobs, "<f4"),
-        versions=tuple(
-            VersionSpan(start=start, end=end, version=versions[version])
-            for start, end, version in message["spans"][row]
-        ),
-        prompt_token_ids=prompt,
-        **{name: message[name][row] for name in _PER_CHOICE},
-    )
 
 
 @lru_cache(maxsize=64)

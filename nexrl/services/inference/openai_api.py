@@ -7,7 +7,8 @@ a setting that is silently ignored would change what is sampled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -40,17 +41,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (None, False),
 }
 # They describe the caller or the transport, not the text.
-_HARMLESS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "request_id",
-    }
-)
+_HARMLESS = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id",
+)  # fmt: skip
+
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 R = TypeVar("R", bound="GenerationRequest")
 
@@ -69,8 +63,13 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    endpoint: ClassVar[str]
+    """Its name in metrics."""
+    id_prefix: ClassVar[str]
+
     model: str
     n: int = Field(1, ge=1, le=1024)
+    max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -89,11 +88,16 @@ class GenerationRequest(BaseModel):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def sampling(self, max_tokens: int | None) -> Sampling:
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to draw for one choice."""
+        return self.max_tokens
+
+    def sampling(self) -> Sampling:
         """As the engine takes it. Absent fields have OpenAI's defaults, never those of the
         model's generation_config.json (FR-085); top_k of 0 or -1 is off (FR-086)."""
         return Sampling(
-            max_tokens=_NO_LIMIT if max_tokens is None else max_tokens,
+            max_tokens=_NO_LIMIT if self.limit is None else self.limit,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
@@ -106,6 +110,9 @@ class GenerationRequest(BaseModel):
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
+
+    endpoint = "completions"
+    id_prefix = "cmpl"
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     max_tokens: int | None = Field(DEFAULT_COMPLETION_TOKENS, ge=1)
@@ -125,12 +132,32 @@ class CompletionRequest(GenerationRequest):
         ids = [i for i in self.prompt if isinstance(i, int)]
         return [ids] if ids else [p for p in self.prompt if not isinstance(p, int)]
 
+    @property
+    def object_name(self) -> str:
+        """`object` of an answer or a chunk."""
+        return "text_completion"
+
+    def content(self, text: str) -> dict[str, Any]:
+        """Where a choice has its text."""
+        return {"text": text}
+
+    def shape_logprobs(self, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+        """Only the drawn token is listed."""
+        return {
+            "tokens": list(texts),
+            "token_logprobs": list(logprobs),
+            "top_logprobs": [{t: p} for t, p in zip(texts, logprobs, strict=True)],
+            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+        }
+
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions"""
 
+    endpoint = "chat"
+    id_prefix = "chatcmpl"
+
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
 
@@ -142,11 +169,28 @@ class ChatRequest(GenerationRequest):
     @property
     def limit(self) -> int | None:
         """The newer name wins."""
-        return (
-            self.max_completion_tokens
-            if self.max_completion_tokens is not None
-            else self.max_tokens
-        )
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+    @property
+    def object_name(self) -> str:
+        """`object` of an answer or a chunk."""
+        return "chat.completion.chunk" if self.stream else "chat.completion"
+
+    def content(self, text: str) -> dict[str, Any]:
+        """Where a choice has its text."""
+        if self.stream:
+            return {"delta": {"content": text}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def shape_logprobs(self, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+        """Only the drawn token is listed."""
+        return {
+            "content": [
+                {"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []}
+                for t, p in zip(texts, logprobs, strict=True)
+            ]
+        }
 
 
 def parse(kind: type[R], body: Any) -> R:
@@ -205,30 +249,6 @@ def usage(num_prompt: int, num_drawn: int) -> dict[str, int]:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_drawn,
         "total_tokens": num_prompt + num_drawn,
-    }
-
-
-def completion_logprobs(token_texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    """The completions endpoint's shape; only the drawn token is listed."""
-    offsets, position = [], 0
-    for text in token_texts:
-        offsets.append(position)
-        position += len(text)
-    return {
-        "tokens": list(token_texts),
-        "token_logprobs": list(logprobs),
-        "top_logprobs": [{t: p} for t, p in zip(token_texts, logprobs, strict=True)],
-        "text_offset": offsets,
-    }
-
-
-def chat_logprobs(token_texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    """The chat endpoint's shape."""
-    return {
-        "content": [
-            {"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []}
-            for t, p in zip(token_texts, logprobs, strict=True)
-        ]
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from nexrl.types import (
     EngineInfo,
     FinishReason,
     FloatArray,
+    IntArray,
     LogprobKind,
     PolicyVersion,
     Prompt,
@@ -33,6 +34,18 @@ from nexrl.types import (
 
 # Engines write it for a logprob that is absent, NaN or clamped.
 _ABSENT_LOGPROB = -9999.0
+_FINISH_REASONS: Mapping[str, FinishReason] = {
+    "length": "length",
+    "max_tokens": "length",
+    "limit": "length",
+    "abort": "abort",
+    "cancelled": "abort",
+    "eos": "eos",
+    "eos_token": "eos",
+    "end_turn": "eos",
+    "stop_sequence": "stop_string",
+    "word": "stop_string",
+}
 _IDS_HELP = (
     "start the server so that it returns them (vLLM >= 0.10.2: it honours return_token_ids in the "
     "request; SGLang: --return-output-ids); ids are never guessed by encoding text again"
@@ -51,6 +64,39 @@ class Capabilities:
     """Whether its logprobs change with the temperature (tempered) or not (raw)."""
     neutral_fields: bool
     """It accepts top_k, min_p and repetition_penalty, so its own defaults can be switched off."""
+
+
+_HOPED_FOR = Capabilities(
+    token_ids=True, logprobs=True, logprob_kind="tempered", neutral_fields=True
+)
+_PLAIN = Capabilities(token_ids=False, logprobs=True, logprob_kind="raw", neutral_fields=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a server says to a request for one choice."""
+
+    choice: Mapping[str, Any]
+    num_stated: int | None
+    """Drawn tokens by its own count; None when it states none."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids from an explicit id field, under any engine's spelling; empty when there is none."""
+        for name in ("token_ids", "response_token_ids", "output_token_ids", "output_ids"):
+            ids = self.choice.get(name)
+            if isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids):
+                return ids
+        return []
+
+    @property
+    def top_logprob(self) -> float | None:
+        """The largest logprob listed for the first token."""
+        logprobs = self.choice.get("logprobs")
+        top = logprobs.get("top_logprobs") if isinstance(logprobs, dict) else None
+        if not top or not isinstance(top[0], dict) or not top[0]:
+            return None
+        return max(float(v) for v in top[0].values())
 
 
 class OpenAIInferenceClient:
@@ -98,10 +144,9 @@ class OpenAIInferenceClient:
         if policy != self._policy:
             raise ConfigError(f"policy {policy!r} is not served here (served: {self._policy!r})")
         found = await self.probe()
-        seeds = choice_seeds(sampling, n)
         tasks = [
             asyncio.create_task(self._draw(prompt, replace(sampling, seed=seed, seeds=()), found))
-            for seed in seeds
+            for seed in choice_seeds(sampling, n)
         ]
         try:
             return await asyncio.gather(*tasks)
@@ -109,17 +154,10 @@ class OpenAIInferenceClient:
             for task in tasks:
                 task.cancel()
 
-    async def _draw(self, prompt: Prompt, sampling: Sampling, found: Capabilities) -> Completion:
-        answer = await self._post(self._body(prompt.token_ids.tolist(), sampling, found))
-        choice = _only_choice(answer)
-        return self._completion(choice, _drawn_count(answer), prompt, sampling, found)
-
-    def _body(
-        self, prompt: Sequence[int], sampling: Sampling, found: Capabilities | None
-    ) -> dict[str, Any]:
+    def _body(self, prompt: IntArray, sampling: Sampling, found: Capabilities) -> Mapping[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "prompt": list(prompt),
+            "prompt": prompt.tolist(),
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -132,9 +170,9 @@ class OpenAIInferenceClient:
         if sampling.seed is not None:
             # Engines keep the seed in a signed 64-bit number.
             body["seed"] = sampling.seed & ((1 << 63) - 1)
-        if found is None or found.token_ids:
+        if found.token_ids:
             body["return_token_ids"] = True
-        if found is None or found.neutral_fields:
+        if found.neutral_fields:
             # Their defaults come from the model's generation_config.json otherwise (FR-085).
             body |= {"min_p": 0.0, "repetition_penalty": 1.0, "top_k": sampling.top_k or -1}
             body |= {"stop_token_ids": list(sampling.stop_token_ids)}
@@ -145,8 +183,10 @@ class OpenAIInferenceClient:
             )
         return body
 
-    async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _ask(self, prompt: IntArray, sampling: Sampling, found: Capabilities) -> _Answer:
+        """One request for one choice."""
         try:
+            body = self._body(prompt, sampling, found)
             answer = await self._http.request_json("POST", "/completions", body)
         except ServiceError as error:
             if error.status == 400 and "context" in str(error).lower():
@@ -154,22 +194,18 @@ class OpenAIInferenceClient:
             raise
         if not isinstance(answer, dict):
             raise InfrastructureError(f"inference: expected a JSON object, got {answer!r}")
-        return answer
+        choices, usage = answer.get("choices"), answer.get("usage")
+        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+            raise InfrastructureError(f"inference: expected one choice, got {choices!r}")
+        count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        return _Answer(choices[0], count if isinstance(count, int) else None)
 
-    def _completion(
-        self,
-        choice: Mapping[str, Any],
-        num_stated: int | None,
-        prompt: Prompt,
-        sampling: Sampling,
-        found: Capabilities,
-    ) -> Completion:
-        ids = _token_ids(choice) or []
-        if not ids and num_stated != 0 and self._needs_training_data:
-            raise ConfigError(
-                f"the server at {self._http.base_url} returns no token ids; {_IDS_HELP}"
-            )
-        if num_stated is not None and ids and num_stated != len(ids):
+    async def _draw(self, prompt: Prompt, sampling: Sampling, found: Capabilities) -> Completion:
+        answer = await self._ask(prompt.token_ids, sampling, found)
+        choice, ids, num_stated = answer.choice, answer.token_ids, answer.num_stated
+        if num_stated != 0:
+            self._check_ids(ids)
+        if ids and num_stated not in (None, len(ids)):
             raise ServiceError(
                 f"the server counts {num_stated} drawn tokens but returns {len(ids)} ids: its stop "
                 "tokens are probably left out, so rows would not end with them (FR-026)",
@@ -178,11 +214,10 @@ class OpenAIInferenceClient:
         logprobs, num_null = read_logprobs(choice.get("logprobs"), len(ids)) if ids else (None, 0)
         self.num_null_logprobs += num_null > 0
         raw = str(choice.get("finish_reason") or "")
-        drawn = np.asarray(ids, np.int32)
         span = VersionSpan(start=0, end=len(ids), version=self._version)
-        kind = sampling.logprob_kind if found.logprob_kind == "tempered" else found.logprob_kind
+        kind = sampling.logprob_kind
         return Completion(
-            token_ids=drawn,
+            token_ids=np.asarray(ids, np.int32),
             logprobs=logprobs,
             versions=(span,) if ids else (),
             text=str(choice.get("text") or ""),
@@ -190,10 +225,17 @@ class OpenAIInferenceClient:
             prompt_token_ids=prompt.token_ids,
             version_source="pinned",
             temperature=sampling.temperature,
-            logprob_kind=kind if sampling.top_p == 1.0 and sampling.top_k is None else "truncated",
+            logprob_kind="truncated" if kind == "truncated" else found.logprob_kind,
             seed=sampling.seed,
             raw_finish_reason=raw,
         )
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if not ids and self._needs_training_data:
+            raise ConfigError(
+                f"the server at {self._http.base_url} returns no token ids, so nothing it draws can "
+                f"be trained; {_IDS_HELP}"
+            )
 
     # --- what the server offers -------------------------------------------------------------
 
@@ -205,88 +247,39 @@ class OpenAIInferenceClient:
         return self._found
 
     async def _probe(self) -> Capabilities:
-        hot = Sampling(max_tokens=1, temperature=1.0, seed=0)
-        neutral = True
+        prompt, sampling = np.ones(1, np.int32), Sampling(max_tokens=1, temperature=1.0, seed=0)
+        accepted = _HOPED_FOR
         try:
-            choice = _only_choice(await self._post(self._body([1], hot, None)))
+            hot = await self._ask(prompt, sampling, accepted)
         except ServiceError as error:
             if error.status not in (400, 422):
                 raise
-            neutral = False
-            plain = Capabilities(
-                token_ids=False, logprobs=True, logprob_kind="raw", neutral_fields=False
-            )
-            choice = _only_choice(await self._post(self._body([1], hot, plain)))
-        ids = _token_ids(choice)
-        if ids is None and self._needs_training_data:
-            raise ConfigError(
-                f"the server at {self._http.base_url} returns no token ids, so nothing it draws can "
-                f"be trained; {_IDS_HELP}"
-            )
-        found = Capabilities(
-            token_ids=ids is not None,
-            logprobs=_top_logprob(choice) is not None,
-            logprob_kind="raw",
-            neutral_fields=neutral,
+            accepted = _PLAIN
+            hot = await self._ask(prompt, sampling, accepted)
+        self._check_ids(hot.token_ids)
+        accepted = replace(accepted, token_ids=bool(hot.token_ids))
+        cool = await self._ask(prompt, replace(sampling, temperature=0.5), accepted)
+        return replace(
+            accepted,
+            logprobs=hot.top_logprob is not None,
+            logprob_kind=_compare_kinds(hot.top_logprob, cool.top_logprob),
         )
-        cool = _only_choice(await self._post(self._body([1], replace(hot, temperature=0.5), found)))
-        return replace(found, logprob_kind=_compare_kinds(_top_logprob(choice), _top_logprob(cool)))
 
     async def info(self) -> EngineInfo:
         """The capability record as an engine's self-description."""
-        found = await self.probe()
+        found = asdict(await self.probe())
+        never = dict.fromkeys(("version_stamps", "checksum_echo", "score", "deterministic"), False)
         return EngineInfo(
             name="openai",
             build="",
             model=self.model,
             versions={self._policy: self._version},
-            capabilities={
-                "token_ids": found.token_ids,
-                "logprobs": found.logprobs,
-                "logprob_kind": found.logprob_kind,
-                "neutral_fields": found.neutral_fields,
-                "version_stamps": False,
-                "checksum_echo": False,
-                "pause": [],
-                "score": False,
-                "deterministic": False,
-            },
+            capabilities=found | never | {"pause": []},
         )
 
     async def aclose(self) -> None:
         """Close all connections; idempotent."""
         await self._http.aclose()
-
-
-def _only_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise InfrastructureError(f"inference: expected one choice, got {choices!r}")
-    return choices[0]
-
-
-def _drawn_count(answer: Mapping[str, Any]) -> int | None:
-    usage = answer.get("usage")
-    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else None
-
-
-def _token_ids(choice: Mapping[str, Any]) -> list[int] | None:
-    """Ids from an explicit id field, under any engine's spelling; None when there is none."""
-    for name in ("token_ids", "response_token_ids", "output_token_ids", "output_ids"):
-        ids = choice.get(name)
-        if isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids):
-            return ids
-    return None
-
-
-def _top_logprob(choice: Mapping[str, Any]) -> float | None:
-    """The largest logprob listed for the first token."""
-    logprobs = choice.get("logprobs")
-    top = logprobs.get("top_logprobs") if isinstance(logprobs, dict) else None
-    if not top or not isinstance(top[0], dict) or not top[0]:
-        return None
-    return max(float(v) for v in top[0].values())
 
 
 def _compare_kinds(hot: float | None, cool: float | None) -> LogprobKind:
@@ -330,19 +323,8 @@ def read_logprobs(logprobs: Any, num_ids: int) -> tuple[FloatArray | None, int]:
 def normalise_finish_reason(raw: str, stop_reason: Any, sampling: Sampling) -> FinishReason:
     """One vocabulary for all engines, from the finish reason alone and never from the last id
     (FR-022)."""
-    word = raw.lower()
-    if word in ("length", "max_tokens", "limit"):
-        return "length"
-    if word in ("abort", "cancelled"):
-        return "abort"
-    if word in ("eos", "eos_token", "end_turn"):
-        return "eos"
-    if word in ("stop_sequence", "word"):
-        return "stop_string"
-    if word in ("stop", "tool_calls"):
+    if raw.lower() in ("stop", "tool_calls"):
         if isinstance(stop_reason, str):
             return "stop_string"
-        if isinstance(stop_reason, int) and stop_reason in sampling.stop_token_ids:
-            return "stop_token"
-        return "eos"
-    return "error"
+        return "stop_token" if stop_reason in sampling.stop_token_ids else "eos"
+    return _FINISH_REASONS.get(raw.lower(), "error")

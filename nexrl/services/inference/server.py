@@ -10,49 +10,27 @@ import asyncio
 import json
 import os
 import sys
-import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
-import numpy as np
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nexrl.config.schema import InferenceServiceConfig
-from nexrl.errors import ConfigError, NexRLError
-from nexrl.services.http import bind, end_process, error_body, make_app, serve
+from nexrl.errors import ConfigError
+from nexrl.services.http import bind, end_process, make_app, serve
 from nexrl.services.inference.messages import (
     ABORT_PATH,
     CONTENT_TYPE,
     GENERATE_PATH,
-    Call,
     pack_frame,
     unpack_generate,
 )
 from nexrl.services.inference.metrics import ServerMetrics
-from nexrl.services.inference.openai_api import (
-    ChatRequest,
-    CompletionRequest,
-    chat_logprobs,
-    completion_logprobs,
-    extensions,
-    parse,
-    stop_reason,
-    usage,
-    wire_finish_reason,
-)
-from nexrl.services.inference.seeds import choice_seeds
-from nexrl.services.inference.streaming import stream_chunks
-from nexrl.types import (
-    Completion,
-    IntArray,
-    PolicyVersion,
-    RowChunk,
-    WeightManifest,
-)
+from nexrl.services.inference.openai_endpoints import OpenAIEndpoints
+from nexrl.services.inference.protocol import EngineControl
+from nexrl.types import DEFAULT_POLICY, FloatArray, PolicyVersion, RowChunk, WeightManifest
 from nexrl.wire import from_plain, pack, to_plain, unpack
 
 if TYPE_CHECKING:
@@ -81,45 +59,32 @@ class ServerSettings(BaseModel):
 
 
 class InferenceServer:
-    """HTTP handlers over one `BuiltinInference`."""
+    """HTTP handlers over one `BuiltinInference`, beside OpenAI's."""
 
-    def __init__(self, inference: BuiltinInference, *, model: str, policy: str) -> None:
+    def __init__(self, inference: BuiltinInference, metrics: ServerMetrics) -> None:
         self._inference = inference
-        self._model = model
-        self._policy = policy
-        self._created = int(time.time())
-        self._metrics = ServerMetrics(inference)
+        self._metrics = metrics
         self._drawings: dict[str, Drawing] = {}
 
     def add_routes(self, app: web.Application) -> None:
         """Register every endpoint."""
         app.router.add_post(GENERATE_PATH, self.generate)
         app.router.add_post(ABORT_PATH, self.abort)
-        app.router.add_post("/v1/completions", self.completions)
-        app.router.add_post("/v1/chat/completions", self.chat)
-        app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
-        app.router.add_get("/control/info", self.info)
-        for verb in ("pause", "resume", "load_weights", "activate", "score"):
-            app.router.add_post(f"/control/{verb}", getattr(self, verb))
-
-    # --- drawing ----------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """The hot path of our own client: many calls, a frame whenever some of them have ended."""
         request_id, calls = unpack_generate(await request.read())
         response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
-        with self._metrics.request("generate", sum(len(call.seeds) for call in calls)):
-            drawing = self._drawings[request_id] = self._inference.draw(calls)
+        num_choices = sum(len(call.seeds) for call in calls)
+        with self._metrics.request("generate", num_choices), self._inference.draw(calls) as drawing:
+            self._drawings[request_id] = drawing
             try:
-                async with aclosing(drawing.answers()) as ended:
-                    await response.prepare(request)
-                    async for answers in ended:
-                        self._metrics.failed_calls += sum(
-                            isinstance(answer, Exception) for _, answer in answers
-                        )
-                        await response.write(pack_frame(answers))
+                await response.prepare(request)
+                while answers := await drawing.answers():
+                    self._metrics.failed_calls += sum(isinstance(a, Exception) for _, a in answers)
+                    await response.write(pack_frame(answers))
             finally:
                 del self._drawings[request_id]
         await response.write_eof()
@@ -133,168 +98,48 @@ class InferenceServer:
             drawing.abort(message.get("calls", ()))
         return _packed({})
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        """OpenAI's text completions; prompts as text or token ids, one or several."""
-        asked = parse(CompletionRequest, await _json(request))
-        self._check_model(asked.model)
-        prompts = [
-            self._inference.renderer.encode(p, add_special_tokens=asked.add_special_tokens)
-            if isinstance(p, str)
-            else np.asarray(p, np.int32)
-            for p in asked.prompts
-        ]
-        return await self._answer(request, asked, prompts, asked.max_tokens, chat=False)
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """OpenAI's chat completions, through the model's own chat template."""
-        asked = parse(ChatRequest, await _json(request))
-        self._check_model(asked.model)
-        prompt = self._inference.renderer.render(asked.messages)
-        return await self._answer(request, asked, [prompt], asked.limit, chat=True)
-
-    async def _answer(
-        self,
-        request: web.Request,
-        asked: CompletionRequest | ChatRequest,
-        prompts: list[IntArray],
-        max_tokens: int | None,
-        *,
-        chat: bool,
-    ) -> web.StreamResponse:
-        if not prompts:
-            raise ConfigError("prompt: an empty list has nothing to complete")
-        sampling = asked.sampling(max_tokens)
-        for prompt in prompts:
-            self._inference.check(prompt, sampling, asked.n)
-        endpoint = "chat" if chat else "completions"
-        with self._metrics.request(endpoint, asked.n * len(prompts)):
-            if asked.stream:
-                if len(prompts) > 1:
-                    raise ConfigError("stream: one prompt at a time can be streamed")
-                chunks = stream_chunks(
-                    self._inference, asked, prompts[0], sampling, head=self._head(chat, stream=True)
-                )
-                return await _send_events(request, chunks)
-            calls = [
-                Call(prompt, sampling, choice_seeds(sampling, asked.n), self._policy)
-                for prompt in prompts
-            ]
-            drawn = await self._inference.generate_all(calls)
-        completions = [completion for choices in drawn for completion in choices]
-        body: dict[str, Any] = self._head(chat, stream=False)
-        body["choices"] = [self._choice(asked, c, i, chat) for i, c in enumerate(completions)]
-        body["usage"] = usage(
-            sum(len(p) for p in prompts), sum(len(c.token_ids) for c in completions)
-        )
-        if asked.return_token_ids and chat:
-            body["prompt_token_ids"] = prompts[0].tolist()
-        return web.json_response(body)
-
-    def _choice(
-        self, asked: CompletionRequest | ChatRequest, completion: Completion, index: int, chat: bool
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": index,
-            "finish_reason": wire_finish_reason(completion.finish_reason),
-            "stop_reason": stop_reason(
-                completion, self._inference.renderer.decode(completion.token_ids), asked.stops
-            ),
-            "logprobs": None,
-        }
-        if chat:
-            choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
-        else:
-            choice["text"] = completion.text
-        if asked.wants_logprobs and completion.logprobs is not None:
-            decode = self._inference.renderer.decode
-            texts = [
-                decode(completion.token_ids[i : i + 1], skip_special_tokens=False)
-                for i in range(len(completion.token_ids))
-            ]
-            shape = chat_logprobs if chat else completion_logprobs
-            choice["logprobs"] = shape(texts, completion.logprobs.tolist())
-        if asked.return_token_ids:
-            choice.update(extensions(completion))
-            if not chat:
-                choice["prompt_token_ids"] = completion.prompt_token_ids.tolist()
-        return choice
-
-    def _head(self, chat: bool, *, stream: bool) -> dict[str, Any]:
-        kind = "chat.completion" if chat else "text_completion"
-        return {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
-            "object": f"{kind}.chunk" if chat and stream else kind,
-            "created": int(time.time()),
-            "model": self._model,
-            "system_fingerprint": str(self._inference.active_version),
-        }
-
-    def _check_model(self, model: str) -> None:
-        if model not in (self._model, self._policy):
-            raise web.HTTPNotFound(
-                reason=f"model {model!r} does not exist (served: {self._model!r})"
-            )
-
-    # --- about the server -------------------------------------------------------------------
-
-    async def models(self, request: web.Request) -> web.Response:
-        """The one model there is."""
-        card = {"id": self._model, "object": "model", "created": self._created, "owned_by": "nexrl"}
-        return web.json_response({"object": "list", "data": [card]})
-
     async def health(self, request: web.Request) -> web.Response:
         """200 while the engine works, 503 with the reason when it has stopped for good."""
-        failure = self._inference.failure
-        status = "ok" if failure is None else "failed"
-        return web.json_response(
-            {"status": status, "reason": failure, "version": str(self._inference.active_version)},
-            status=200 if failure is None else 503,
-        )
+        failure, version = self._inference.engine.failure, self._inference.engine.active_version
+        status, code = ("ok", 200) if failure is None else ("failed", 503)
+        body = {"status": status, "reason": failure, "version": str(version)}
+        return web.json_response(body, status=code)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
         return web.Response(text=self._metrics.text(), content_type="text/plain")
 
-    async def info(self, request: web.Request) -> web.Response:
-        """What the engine is and can do."""
-        return web.json_response(to_plain(await self._inference.info()))
 
-    # --- control ----------------------------------------------------------------------------
+def add_control_routes(app: web.Application, engine: EngineControl, *, policy: str) -> None:
+    """`EngineControl` as HTTP: each verb with what its message holds."""
 
-    async def pause(self, request: web.Request) -> web.Response:
-        """{"mode": keep | recompute | abort}"""
-        await self._inference.pause((await _message(request)).get("mode", "keep"))
-        return _packed({})
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response(to_plain(await engine.info()))
 
-    async def resume(self, request: web.Request) -> web.Response:
-        """{}"""
-        await self._inference.resume()
-        return _packed({})
-
-    async def load_weights(self, request: web.Request) -> web.Response:
-        """{"manifest": WeightManifest} -> LoadAck"""
-        manifest = from_plain(WeightManifest, (await _message(request)).get("manifest"))
-        return _packed(await self._inference.load_weights(manifest))
-
-    async def activate(self, request: web.Request) -> web.Response:
-        """{"version": PolicyVersion}"""
-        version = from_plain(PolicyVersion, (await _message(request)).get("version"))
-        await self._inference.activate(version)
-        return _packed({})
-
-    async def score(self, request: web.Request) -> web.Response:
-        """{"chunk": RowChunk, "policy": name} -> {"logprobs": [N]}"""
-        message = await _message(request)
+    async def score(message: Mapping[str, Any]) -> Mapping[str, FloatArray]:
         chunk = from_plain(RowChunk, message.get("chunk"))
-        scores = await self._inference.score(chunk, policy=message.get("policy", self._policy))
-        return _packed({"logprobs": scores})
+        return {"logprobs": await engine.score(chunk, policy=message.get("policy", policy))}
 
+    verbs: Mapping[str, Callable[[Mapping[str, Any]], Awaitable[Any]]] = {
+        "pause": lambda message: engine.pause(message.get("mode", "keep")),
+        "resume": lambda message: engine.resume(),
+        "load_weights": lambda message: engine.load_weights(
+            from_plain(WeightManifest, message.get("manifest"))
+        ),
+        "activate": lambda message: engine.activate(
+            from_plain(PolicyVersion, message.get("version"))
+        ),
+        "score": score,
+    }
 
-async def _json(request: web.Request) -> Any:
-    try:
-        return json.loads(await request.read())
-    except ValueError as error:
-        raise ConfigError(f"the request body is not JSON: {error}") from error
+    async def control(request: web.Request) -> web.Response:
+        verb = verbs.get(request.match_info["verb"])
+        if verb is None:
+            raise web.HTTPNotFound(reason=f"no such control verb (accepted: {', '.join(verbs)})")
+        return _packed(await verb(await _message(request)) or {})
+
+    app.router.add_get("/control/info", info)
+    app.router.add_post("/control/{verb}", control)
 
 
 async def _message(request: web.Request) -> Mapping[str, Any]:
@@ -310,29 +155,19 @@ def _packed(value: Any) -> web.Response:
     return web.Response(body=pack(value), content_type=CONTENT_TYPE)
 
 
-async def _send_events(
-    request: web.Request, chunks: AsyncGenerator[dict[str, Any], None]
-) -> web.StreamResponse:
-    """Server-sent events; an error after the first becomes the last event."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    try:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-    except NexRLError as error:
-        await response.write(b"data: " + json.dumps(error_body(error)).encode() + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
-
-
 def make_inference_app(
-    inference: BuiltinInference, *, model: str, policy: str = "actor", token: str | None = None
+    inference: BuiltinInference,
+    *,
+    model: str,
+    policy: str = DEFAULT_POLICY,
+    token: str | None = None,
 ) -> web.Application:
     """The whole application over an engine that is already loaded."""
     app = make_app(token=token)
-    InferenceServer(inference, model=model, policy=policy).add_routes(app)
+    metrics = ServerMetrics(inference.engine)
+    InferenceServer(inference, metrics).add_routes(app)
+    OpenAIEndpoints(inference, metrics, model=model, policy=policy).add_routes(app)
+    add_control_routes(app, inference, policy=policy)
     return app
 
 

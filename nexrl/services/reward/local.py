@@ -9,29 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from nexrl.blocking_pool import BlockingPool
 from nexrl.config.user_code import load_user_object
-from nexrl.errors import (
-    ConfigError,
-    DeadlineError,
-    FailureClass,
-    NexRLError,
-    RewardError,
-    ServiceError,
-    classify,
-    innermost_cause,
-    user_frame,
-)
+from nexrl.errors import ConfigError
 from nexrl.services.reward.process_pool import ProcessPool
 from nexrl.services.reward.protocol import RewardResult, RewardService
 from nexrl.services.reward.result import to_result
 from nexrl.services.reward.service_class import is_service_class, make_service
 from nexrl.services.reward.signature import FACTS, RewardCall
+from nexrl.services.reward.user_call import raised, user_call
 from nexrl.types import Completion
 
 Isolation = Literal["thread", "process"]
@@ -110,10 +101,8 @@ def make_reward_service(
             num_workers=num_workers,
             deadline_s=deadline_s,
         )
-    elif _is_async(function) or getattr(function, "runs_at_once", False):
-        caller = _LoopCaller(function, name, deadline_s)
     else:
-        caller = _ThreadCaller(function, name, deadline_s, num_workers)
+        caller = _FunctionCaller(function, name, deadline_s, num_workers)
     return LocalRewardService(caller, call, contract)
 
 
@@ -158,45 +147,9 @@ class LocalRewardService:
         await self._caller.aclose()
 
 
-class _PastDeadlineError(Exception):
-    """Our own deadline passed, as opposed to a TimeoutError of the function's own."""
-
-
-class _LoopCaller:
-    """Calls on the event loop: `async` functions, and those marked `instant`."""
-
-    def __init__(self, function: Callable[..., Any], name: str, deadline_s: float) -> None:
-        self._function = function
-        self._name = name
-        self._deadline_s = deadline_s
-
-    async def call(self, text: str, keywords: dict[str, Any]) -> RewardResult:
-        try:
-            returned = self._function(text, **keywords)
-            if type(returned) is not float and inspect.isawaitable(returned):
-                returned = await self._awaited(returned)
-        except _PastDeadlineError:
-            raise _past_deadline(self._name, self._deadline_s) from None
-        except (Exception, SystemExit) as error:
-            raise _raised(self._name, error) from error
-        return to_result(returned, self._name)
-
-    async def _awaited(self, awaitable: Awaitable[Any]) -> Any:
-        timer = asyncio.timeout(self._deadline_s)
-        try:
-            async with timer:
-                return await awaitable
-        except TimeoutError:
-            if timer.expired():
-                raise _PastDeadlineError from None
-            raise
-
-    async def aclose(self) -> None:
-        return None
-
-
-class _ThreadCaller:
-    """Calls blocking functions in owned threads; one that hangs keeps its thread for ever."""
+class _FunctionCaller:
+    """Calls the function in this process: on the event loop when it is `async` or `instant`, else
+    in owned threads, where one that hangs keeps its thread for ever."""
 
     def __init__(
         self, function: Callable[..., Any], name: str, deadline_s: float, num_threads: int
@@ -204,52 +157,30 @@ class _ThreadCaller:
         self._function = function
         self._name = name
         self._deadline_s = deadline_s
+        self._on_loop = _is_async(function) or getattr(function, "runs_at_once", False)
         self._threads = BlockingPool(num_threads, name=f"reward function {name}")
         self._turns = asyncio.Semaphore(num_threads)
 
     async def call(self, text: str, keywords: dict[str, Any]) -> RewardResult:
-        async with self._turns:  # waiting for a turn is not the function's time
-            timer = asyncio.timeout(self._deadline_s)
-            try:
-                async with timer:
+        what = f"reward function {self._name}"
+        if not self._on_loop:
+            async with self._turns:  # waiting for a turn is not the function's time
+                async with user_call(what, self._deadline_s):
                     returned = await self._threads.run(lambda: self._function(text, **keywords))
                     if inspect.isawaitable(returned):
                         returned = await returned
-            except (Exception, SystemExit) as error:
-                if isinstance(error, TimeoutError) and timer.expired():
-                    raise _past_deadline(self._name, self._deadline_s, error.__cause__) from None
-                raise _raised(self._name, error) from error
+            return to_result(returned, self._name)
+        try:
+            returned = self._function(text, **keywords)
+        except (Exception, SystemExit) as error:
+            raise raised(what, error) from error
+        if type(returned) is not float and inspect.isawaitable(returned):
+            async with user_call(what, self._deadline_s):
+                returned = await returned
         return to_result(returned, self._name)
 
     async def aclose(self) -> None:
         await self._threads.aclose()
-
-
-def _raised(name: str, error: BaseException) -> NexRLError:
-    """The error for what a reward function raised: a lost connection to a judge is infrastructure
-    (retried), anything else is the function's own fault. Neither is a score (FR-059, FR-140)."""
-    cause = innermost_cause(error)
-    message = (
-        f"reward function {name} raised {type(cause).__name__}: {cause} at {user_frame(error)}"
-    )
-    if classify(error) is FailureClass.INFRASTRUCTURE:
-        return ServiceError(message, retryable=getattr(error, "retryable", True))
-    return RewardError(message)
-
-
-def _past_deadline(
-    name: str, deadline_s: float, cancellation: BaseException | None = None
-) -> DeadlineError:
-    notes = "; ".join(getattr(cancellation, "__notes__", ()))
-    stuck = (
-        f"; {notes}; its thread stays busy, rollout_worker.reward_isolation: process can end it"
-        if notes
-        else ""
-    )
-    return DeadlineError(
-        f"reward function {name} took longer than {deadline_s:g} s "
-        f"(rollout_worker.reward_deadline_s){stuck}"
-    )
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

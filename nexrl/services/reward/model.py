@@ -111,10 +111,8 @@ class RewardModel:
         """Consumes waiting rows until there are none; woken by the first `score` after that."""
         try:
             while self._waiting:
-                batch, self._waiting = (
-                    self._waiting[: self._batch_size],
-                    self._waiting[self._batch_size :],
-                )
+                size = self._batch_size
+                batch, self._waiting = self._waiting[:size], self._waiting[size:]
                 await self._score_batch(batch)
         finally:
             self._scoring = None

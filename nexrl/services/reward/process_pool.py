@@ -22,9 +22,7 @@ from nexrl.blocking_pool import BlockingPool
 from nexrl.errors import (
     ConfigError,
     DeadlineError,
-    FailureClass,
     InvariantError,
-    NexRLError,
     RewardError,
     ServiceError,
 )
@@ -67,9 +65,15 @@ class WorkerProcess:
 
     def load(self) -> None:
         """Make the process load the function; ConfigError with its text when that fails."""
-        answer = self.call(self._first, _START_DEADLINE_S)
+        try:
+            answer = self.call(self._first, _START_DEADLINE_S)
+        except TimeoutError as late:
+            raise DeadlineError(
+                f"reward function {self._first['name']} did not load within {_START_DEADLINE_S:g} s; "
+                "its process was killed"
+            ) from late
         if (error := answer.get("error")) is not None:
-            raise ConfigError(f"{error['message']} ({error['type']} at {error['at']})")
+            raise ConfigError(error["message"])
         self._first_mib = self._last_mib
 
     def call(self, message: dict[str, Any], deadline_s: float) -> dict[str, Any]:
@@ -155,7 +159,7 @@ class ProcessPool:
                 for process in used:  # nobody wants its answer, and it may hang
                     process.kill()
                 raise
-        return self._to_result(answer)
+        return _to_result(answer)
 
     async def aclose(self) -> None:
         """Kill all processes; idempotent."""
@@ -168,70 +172,53 @@ class ProcessPool:
 
     def _call(self, message: dict[str, Any], used: list[WorkerProcess]) -> dict[str, Any]:
         """In a thread: one call, on an idle process or a new one, told through `used`."""
-        process = self._take()
+        try:
+            process, is_new = self._idle.pop(), False
+        except IndexError:
+            process, is_new = WorkerProcess(self._reference, self._name, self._recipe_dir), True
+        self._busy.add(process)
         used.append(process)
         try:
+            if is_new:
+                process.load()
             answer = process.call(message, self._deadline_s)
         except Exception as error:  # noqa: BLE001 - explained and raised again
-            self._busy.discard(process)
             process.close()
             raise self._explained(error) from None
-        self._busy.discard(process)
+        finally:
+            self._busy.discard(process)
         if self._closed:
             process.close()
         else:
             self._idle.append(process)
         return answer
 
-    def _take(self) -> WorkerProcess:
-        try:
-            process = self._idle.pop()
-        except IndexError:
-            process = WorkerProcess(self._reference, self._name, self._recipe_dir)
-            self._busy.add(process)
-            try:
-                process.load()
-            except Exception as error:  # noqa: BLE001 - explained and raised again
-                self._busy.discard(process)
-                process.close()
-                raise self._explained(error, _START_DEADLINE_S) from None
-            return process
-        self._busy.add(process)
-        return process
-
-    def _explained(self, error: Exception, deadline_s: float | None = None) -> Exception:
+    def _explained(self, error: Exception) -> Exception:
+        what = f"reward function {self._name}"
         if isinstance(error, TimeoutError):
-            what = "took longer than" if deadline_s is None else "did not load within"
             return DeadlineError(
-                f"reward function {self._name} {what} {deadline_s or self._deadline_s:g} s "
+                f"{what} took longer than {self._deadline_s:g} s "
                 "(rollout_worker.reward_deadline_s); its process was killed"
             )
         if isinstance(error, WorkerDiedError):
-            return RewardError(f"reward function {self._name}: {error}")
+            return RewardError(f"{what}: {error}")
         if isinstance(error, InvariantError):
             return RewardError(
-                f"reward function {self._name}: a column cannot be sent to its process: {error}; "
-                "use rollout_worker.reward_isolation: thread"
+                f"{what}: a column cannot be sent to its process: {error}; use "
+                "rollout_worker.reward_isolation: thread"
             )
         return error
 
-    def _to_result(self, answer: dict[str, Any]) -> RewardResult:
-        error = answer.get("error")
-        if error is None:
-            return RewardResult(value=answer["value"], parts=answer["parts"])
-        if error["checked"]:
-            raise RewardError(error["message"])
-        message = (
-            f"reward function {self._name} raised {error['type']}: {error['message']} at "
-            f"{error['at']}"
-        )
-        failure: NexRLError = RewardError(message)
-        if error["failure_class"] == FailureClass.INFRASTRUCTURE.value:
-            failure = ServiceError(message)
-        # The class itself stays in the other process; its name is what the ledger counts.
-        cause = type(error["type"], (Exception,), {})(error["message"])
-        cause.add_note(error["traceback"])
-        raise failure from cause
+
+def _to_result(answer: dict[str, Any]) -> RewardResult:
+    if (error := answer.get("error")) is None:
+        return RewardResult(value=answer["value"], parts=answer["parts"])
+    # The class itself stays in the other process; its name is what the ledger counts.
+    cause = type(error["type"], (Exception,), {})(error["cause"])
+    cause.add_note(error["traceback"])
+    if error["is_infrastructure"]:
+        raise ServiceError(error["message"]) from cause
+    raise RewardError(error["message"]) from cause
 
 
 def _signal(number: int) -> str:

@@ -7,22 +7,15 @@ protocol) in place of a function. It is constructed once as `Judge(recipe_dir=..
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from nexrl.errors import (
-    ConfigError,
-    DeadlineError,
-    NexRLError,
-    RewardError,
-    UserCodeError,
-    user_frame,
-)
+from nexrl.errors import ConfigError, NexRLError, UserCodeError, user_frame
 from nexrl.services.reward.protocol import RewardResult, RewardService
 from nexrl.services.reward.result import to_result
+from nexrl.services.reward.user_call import user_call
 from nexrl.types import Completion
 
 
@@ -95,22 +88,9 @@ class TimedReward:
         self, completion_text: str, row: Mapping[str, Any], completion: Completion | None = None
     ) -> RewardResult:
         """See `RewardService.score`."""
-        timer = asyncio.timeout(self._deadline_s)
-        try:
-            async with timer:
-                returned = await self._service.score(completion_text, row, completion)
-        except NexRLError:
-            raise
-        except Exception as error:
-            if isinstance(error, TimeoutError) and timer.expired():
-                raise DeadlineError(
-                    f"reward service {self._reference} took longer than {self._deadline_s:g} s "
-                    "(rollout_worker.reward_deadline_s)"
-                ) from None
-            raise RewardError(
-                f"reward service {self._reference} raised {type(error).__name__}: {error} at "
-                f"{user_frame(error)}"
-            ) from error
+        what = f"reward service {self._reference}"
+        async with user_call(what, self._deadline_s, passing=(NexRLError,)):
+            returned = await self._service.score(completion_text, row, completion)
         return to_result(returned, self._reference)
 
     async def aclose(self) -> None:

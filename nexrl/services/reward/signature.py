@@ -17,7 +17,12 @@ FACTS: Final = frozenset({"finish_reason"})
 """What a reward function may ask of the draw, beside the row's columns: why it ended, one of
 `nexrl.types.FinishReason` (`length` where a limit cut it)."""
 _NO_FACTS: Final[Mapping[str, Any]] = MappingProxyType({})
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_TAKES_TEXT = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
 
 
 def instant(function: F) -> F:
@@ -43,47 +48,35 @@ class RewardCall:
         self._name = name
         self._arguments = dict(arguments)
         parameters = list(_signature(function, name).parameters.values())
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        takes_text = bool(parameters) and (
-            parameters[0].kind in _POSITIONAL
-            or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
-        )
-        if not takes_text:
+        if not parameters or parameters[0].kind not in _TAKES_TEXT:
             raise ConfigError(
                 f"rollout_worker.reward: {name} must take the completion text as its first "
                 "positional parameter, for example `def reward(completion, answer)`"
             )
         text, *others = parameters
-        keywords = [p for p in others if p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)]
         self._text_name = text.name if text.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else ""
-        self._takes_any = takes_any
-        self._columns = tuple(p.name for p in keywords if p.name not in self._arguments)
-        self._required = tuple(
-            p.name
-            for p in keywords
-            if p.default is inspect.Parameter.empty and p.name not in self._arguments
-        )
-        self._facts = tuple(name for name in self._columns if name in FACTS)
-        names = {p.name for p in keywords}
-        refused = sorted(
-            key
-            for key in self._arguments
-            if key == self._text_name or (key not in names and not takes_any)
-        )
-        if refused:
-            accepted = ", ".join(p.name for p in keywords) or "none"
-            raise ConfigError(
-                f"rollout_worker.reward_arguments.{refused[0]}: {name} has no such keyword; "
-                f"accepted: {accepted}"
-            )
+        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        accepted = [p for p in others if p.kind not in _VARIABLE]
+        given = [p for p in accepted if p.name not in self._arguments]
+        self._names = tuple(p.name for p in given)
+        self._required = tuple(p.name for p in given if p.default is inspect.Parameter.empty)
+        self._facts = FACTS.intersection(self._names)
+        names = [p.name for p in accepted]
+        for key in self._arguments:
+            if key == self._text_name or (key not in names and not self._takes_any):
+                raise ConfigError(
+                    f"rollout_worker.reward_arguments.{key}: {name} has no such keyword; "
+                    f"accepted: {', '.join(names) or 'none'}"
+                )
 
     def keywords(
         self, row: Mapping[str, Any], facts: Mapping[str, Any] = _NO_FACTS
     ) -> dict[str, Any]:
         """Keywords for one row; ConfigError lists the row's columns when one is missing. `facts`:
         what is known of the draw, by the names in `FACTS`."""
+        known = {key: facts[key] for key in self._facts if key in facts} | dict(row)
         for required in self._required:
-            if required not in row and required not in facts:
+            if required not in known:
                 columns = ", ".join(sorted(map(str, row))) or "none"
                 raise ConfigError(
                     f"rollout_worker.reward: {self._name} needs `{required}`, which is neither a "
@@ -91,15 +84,11 @@ class RewardCall:
                     f"{columns}"
                 )
         if self._takes_any:
-            found = {str(key): value for key, value in row.items() if key != self._text_name}
+            known.pop(self._text_name, None)
+            found = {str(key): value for key, value in known.items()}
         else:
-            found = {key: row[key] for key in self._columns if key in row}
-        for key in self._facts:
-            if key in facts:
-                found.setdefault(key, facts[key])
-        if self._arguments:
-            found.update(self._arguments)
-        return found
+            found = {key: known[key] for key in self._names if key in known}
+        return found | self._arguments
 
 
 def _signature(function: Callable[..., Any], name: str) -> inspect.Signature:

@@ -22,8 +22,9 @@ from typing import Any
 
 from nexrl import wire
 from nexrl.config.user_code import load_user_object
-from nexrl.errors import classify, innermost_cause, user_frame
+from nexrl.errors import FailureClass, classify, innermost_cause
 from nexrl.services.reward.result import to_result
+from nexrl.services.reward.user_call import raised
 
 
 def _receive(requests: Connection, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -38,26 +39,25 @@ def _receive(requests: Connection, inbox: queue.SimpleQueue[dict[str, Any]]) -> 
 def _error(error: BaseException) -> dict[str, Any]:
     cause = innermost_cause(error)
     return {
+        "message": str(error),
+        "is_infrastructure": classify(error) is FailureClass.INFRASTRUCTURE,
         "type": type(cause).__name__,
-        "message": str(cause),
-        "at": user_frame(error),
-        "failure_class": classify(error).value,
+        "cause": str(cause),
         "traceback": "".join(traceback.format_exception(cause)),
-        "checked": False,
     }
 
 
 def _answer(function: Callable[..., Any], message: dict[str, Any], name: str) -> dict[str, Any]:
     try:
-        returned = function(message["text"], **message["keywords"])
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
-        return {"error": _error(error)}
-    try:
+        try:
+            returned = function(message["text"], **message["keywords"])
+            if inspect.isawaitable(returned):
+                returned = asyncio.run(_awaited(returned))
+        except (Exception, SystemExit) as error:
+            raise raised(f"reward function {name}", error) from error
         result = to_result(returned, name)
-    except Exception as error:  # noqa: BLE001 - told to the parent as it is
-        return {"error": {**_error(error), "checked": True}}
+    except Exception as error:  # noqa: BLE001 - told to the parent, which raises it
+        return {"error": _error(error)}
     return {"value": result.value, "parts": dict(result.parts)}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nexrl.types import BoolArray, IntArray
+from nexrl.types import BoolArray, IntArray, RowChunk
 
 WORTH_A_PASS = 512
 """Slots of a micro-batch from which on the fixed cost of another pass is small."""
@@ -88,66 +88,53 @@ def _longest_first(lengths: IntArray, rows: Sequence[int]) -> list[int]:
 
 
 def micro_batches(
-    token_ids: IntArray,
-    lengths: IntArray,
-    rows: Sequence[int],
-    wanted: BoolArray,
-    *,
-    max_tokens: int,
-    packing: bool,
+    chunk: RowChunk, rows: Sequence[int], wanted: BoolArray, *, max_tokens: int, packing: bool
 ) -> Iterator[MicroBatch]:
-    """Lay out the given rows, each of at least two tokens; `wanted` [N] marks those to predict."""
-    num_fed = (lengths - 1).astype(np.int32)
-    plan = (plan_packed if packing else plan_padded)(num_fed, rows, max_tokens)
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    for sequences in plan:
-        yield _lay_out(token_ids, num_fed, offsets, sequences, wanted)
+    """Lay out the given rows of a chunk, each of at least two tokens; `wanted` [N] marks those to
+    predict."""
+    num_fed = chunk.lengths.astype(np.int32) - 1
+    offsets = chunk.offsets
+    for sequences in (plan_packed if packing else plan_padded)(num_fed, rows, max_tokens):
+        yield _lay_out(chunk.token_ids, num_fed, offsets, sequences, wanted)
 
 
 def _lay_out(
     token_ids: IntArray,
     num_fed: IntArray,
-    offsets: Index,
+    offsets: IntArray,
     sequences: list[list[int]],
     wanted: BoolArray,
 ) -> MicroBatch:
     rows = np.array([row for sequence in sequences for row in sequence], np.int64)
     row_lengths = num_fed[rows].astype(np.int64)
-    sequence_of_row = np.repeat(np.arange(len(sequences)), [len(s) for s in sequences])
-    starts = _starts_within(sequence_of_row, row_lengths)
-    width = int((starts + row_lengths).max())
+    before = np.cumsum(row_lengths) - row_lengths  # fed tokens of the rows before each
+    num_rows = np.array([len(sequence) for sequence in sequences])
+    sequence_of_row = np.repeat(np.arange(len(sequences)), num_rows)
+    starts = before - np.repeat(before[np.cumsum(num_rows) - num_rows], num_rows)
+    shape = (len(sequences), int((starts + row_lengths).max()))
 
-    first_of_row = np.cumsum(row_lengths) - row_lengths
-    within = np.arange(int(row_lengths.sum())) - np.repeat(first_of_row, row_lengths)
-    sources = np.repeat(offsets[rows], row_lengths) + within
-    slots = np.repeat(sequence_of_row * width + starts, row_lengths) + within
+    first_slots = sequence_of_row * shape[1] + starts
+    within = np.arange(int(row_lengths.sum())) - np.repeat(before, row_lengths)
+    sources = np.repeat(offsets[rows].astype(np.int64), row_lengths) + within
+    slots = np.repeat(first_slots, row_lengths) + within
 
-    padded = np.zeros(len(sequences) * width, np.int64)
+    padded = np.zeros(shape[0] * shape[1], np.int64)
     padded[slots] = token_ids[sources]
     predicted = wanted[sources + 1]
-    shape = (len(sequences), width)
+    is_packed = len(rows) > len(sequences)
     return MicroBatch(
         token_ids=padded.reshape(shape),
-        position_ids=_positions(slots, within, shape) if len(rows) > len(sequences) else None,
+        position_ids=_positions(first_slots, row_lengths, shape) if is_packed else None,
         slots=slots[predicted],
         targets=sources[predicted] + 1,
     )
 
 
-def _starts_within(sequence_of_row: Index, row_lengths: Index) -> Index:
-    """Slot at which each row starts inside its sequence."""
-    ends = np.cumsum(row_lengths)
-    first = np.flatnonzero(np.diff(sequence_of_row, prepend=-1))
-    before = np.repeat((ends - row_lengths)[first], np.bincount(sequence_of_row))
-    starts: Index = ends - row_lengths - before
-    return starts
-
-
-def _positions(slots: Index, within: Index, shape: tuple[int, int]) -> Index:
-    """Positions that restart with each row; the padding at the end is one more such run."""
-    positions = np.full(shape[0] * shape[1], -1, np.int64)
-    positions[slots] = within
-    by_sequence = positions.reshape(shape)
-    num_used = np.count_nonzero(by_sequence >= 0, axis=1)
-    after_end = np.arange(shape[1]) - num_used[:, None]
-    return np.where(by_sequence >= 0, by_sequence, after_end)
+def _positions(first_slots: Index, row_lengths: Index, shape: tuple[int, int]) -> Index:
+    """[B, L] positions that restart with each row; the padding at a sequence's end is one more
+    such run."""
+    run_starts = np.zeros(shape[0] * shape[1] + 1, np.int64)
+    for bounds in (first_slots + row_lengths, first_slots):
+        run_starts[bounds] = bounds
+    positions: Index = np.arange(len(run_starts)) - np.maximum.accumulate(run_starts)
+    return positions[:-1].reshape(shape)

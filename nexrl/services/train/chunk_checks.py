@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from nexrl.errors import ConfigError, InvariantError
-from nexrl.services.train.outputs import empty_output
+from nexrl.errors import InvariantError
+from nexrl.services.train.outputs import candidate_ids, empty_output
 from nexrl.types import CANDIDATE_IDS, Array, BoolArray, RowChunk
 
 
@@ -69,16 +69,8 @@ def check_widths(inputs: Mapping[str, Array]) -> None:
 
 
 def check_candidates(chunk: RowChunk, positions: BoolArray, *, vocab_size: int) -> None:
-    """Refuse `candidate_ids` that are missing, no [N, K] of whole numbers, or outside the
-    vocabulary where they count."""
-    ids = chunk.inputs.get(CANDIDATE_IDS)
-    if ids is None:
-        raise ConfigError(f"the output 'candidate_logprobs' needs the input {CANDIDATE_IDS!r}")
-    if ids.ndim != 2 or ids.shape[1] == 0 or ids.dtype.kind not in "iu":
-        raise InvariantError(
-            f"row chunk: {CANDIDATE_IDS} must be whole numbers of shape [N, K] with K > 0, got "
-            f"{ids.dtype} {ids.shape}"
-        )
+    """InvariantError on `candidate_ids` outside the vocabulary at a position where they count."""
+    ids = candidate_ids(chunk)
     bad = np.flatnonzero(positions & ~_everywhere((ids >= 0) & (ids < vocab_size)))
     if len(bad):
         raise InvariantError(

@@ -54,6 +54,7 @@ VERBS: Mapping[str, Mapping[str, Any]] = {
     "load_state": {"path": str, "with_optimizer": bool},
     "publish_weights": {"version": PolicyVersion, "path": str, "unchanged": bool},
     "reset_optimizer": {},
+    "drop": {},
     "info": {},
 }
 """By name of the `TrainService` method: its arguments beside the policy, and their types."""

@@ -16,12 +16,12 @@ All under the chunk's temperature, except `values`. Top-K has no gradient.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 
-from nexrl.errors import ConfigError
+from nexrl.errors import ConfigError, InvariantError
 from nexrl.types import CANDIDATE_IDS, Array, RowChunk
 
 Head = Literal["lm", "value"]
@@ -46,42 +46,22 @@ def differentiable(head: Head) -> tuple[str, ...]:
     return tuple(name for name in OFFERED[head] if not name.endswith(":K"))
 
 
-def check_forward_outputs(
-    names: Iterable[str], *, policy: str, head: Head, vocab_size: int
-) -> None:
-    """ConfigError on an output that `forward` of such a policy does not have."""
-    plain, unknown = differentiable(head), []
-    for name in names:
-        num_top = top_count(name)
-        if num_top is None or head != "lm":
-            unknown += [name] * (name not in plain)
-        elif num_top > vocab_size:
-            raise ConfigError(f"output {name!r}: the vocabulary has only {vocab_size} ids")
-    if unknown:
-        raise ConfigError(_refusal("outputs", unknown, OFFERED[head], policy, head))
-
-
-def check_differentiable(names: Iterable[str], what: str, *, policy: str, head: Head) -> None:
-    """ConfigError on an output without a gradient; `what` says who asks for it."""
-    accepted = differentiable(head)
-    if unknown := [name for name in names if name not in accepted]:
-        raise ConfigError(_refusal(what, unknown, accepted, policy, head))
-
-
-def _refusal(
-    what: str, names: list[str], accepted: tuple[str, ...], policy: str, head: Head
-) -> str:
-    note = " with a number for K" if any(name.endswith(":K") for name in accepted) else ""
-    return (
-        f"{what}: policy {policy!r} has no output {sorted(names)} (accepted with head={head!r}: "
-        f"{list(accepted)}{note})"
-    )
+def candidate_ids(chunk: RowChunk) -> Array:
+    """[N, K] the input of that name, refused where it is missing or no whole numbers of such a
+    shape."""
+    ids = chunk.inputs.get(CANDIDATE_IDS)
+    if ids is None:
+        raise ConfigError(f"the output 'candidate_logprobs' needs the input {CANDIDATE_IDS!r}")
+    if ids.ndim != 2 or ids.shape[1] == 0 or ids.dtype.kind not in "iu":
+        raise InvariantError(
+            f"row chunk: {CANDIDATE_IDS} must be whole numbers of shape [N, K] with K > 0, got "
+            f"{ids.dtype} {ids.shape}"
+        )
+    return ids
 
 
 def empty_output(name: str, chunk: RowChunk) -> Array:
     """Zeros in the shape and type of an output over the whole chunk."""
-    width = top_count(name)
-    if name == "candidate_logprobs":
-        width = chunk.inputs[CANDIDATE_IDS].shape[1]
+    width = candidate_ids(chunk).shape[1] if name == "candidate_logprobs" else top_count(name)
     shape = (chunk.num_tokens,) if width is None else (chunk.num_tokens, width)
     return np.zeros(shape, np.int32 if name.startswith("top_ids") else np.float32)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TypeVar
 
 from nexrl.algorithms.loss_definition import LossDefinition, Settings
 from nexrl.algorithms.losses import LOSSES, find_loss
@@ -23,13 +22,26 @@ from nexrl.services.train.chunk_checks import (
     check_widths,
     scored_positions,
 )
-from nexrl.services.train.outputs import (
-    Head,
-    check_differentiable,
-    check_forward_outputs,
-    differentiable,
-)
-from nexrl.types import CANDIDATE_IDS, OUTPUT_MASK, Array, BoolArray, LossSpec, RowChunk
+from nexrl.services.train.outputs import OFFERED, Head, differentiable, top_count
+from nexrl.types import CANDIDATE_IDS, OUTPUT_MASK, Array, BoolArray, LossSpec, ModelSpec, RowChunk
+
+P = TypeVar("P")
+
+
+def check_source(spec: ModelSpec) -> None:
+    """ConfigError unless the model comes from exactly one place."""
+    if bool(spec.path) == bool(spec.copy_of):
+        raise ConfigError(
+            f"policy {spec.policy!r}: give either path or copy_of, got path={spec.path!r} and "
+            f"copy_of={spec.copy_of!r}"
+        )
+
+
+def find_policy(hosted: Mapping[str, P], policy: str) -> P:
+    """What is hosted under the name; ConfigError when nothing is, or nothing any more."""
+    if policy not in hosted:
+        raise ConfigError(f"no policy is named {policy!r} (hosted here: {sorted(hosted)})")
+    return hosted[policy]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +93,7 @@ class PolicyDoor:
 
     def check_forward(self, chunk: RowChunk, outputs: tuple[str, ...]) -> BoolArray:
         """[N] positions to score."""
-        check_forward_outputs(
-            outputs, policy=self.policy, head=self.head, vocab_size=self.vocab_size
-        )
+        self._check_outputs(outputs, "outputs", with_top=True)
         self._check_chunk(chunk)
         return self._check_scored(chunk, outputs)
 
@@ -116,17 +126,25 @@ class PolicyDoor:
         """[N] positions at which any gradient is not 0."""
         self._check_outputs(tuple(gradients), "backward")
         self._check_chunk(chunk)
-        has_candidates = "candidate_logprobs" in gradients
-        if has_candidates:
-            nowhere = np.zeros(chunk.num_tokens, np.bool_)  # where they count is not known yet
-            check_candidates(chunk, nowhere, vocab_size=self.vocab_size)
         trained = check_gradients(gradients, chunk)
-        if has_candidates:
+        if "candidate_logprobs" in gradients:
             check_candidates(chunk, trained, vocab_size=self.vocab_size)
         return trained
 
-    def _check_outputs(self, names: tuple[str, ...], what: str) -> None:
-        check_differentiable(names, what, policy=self.policy, head=self.head)
+    def _check_outputs(self, names: tuple[str, ...], what: str, *, with_top: bool = False) -> None:
+        """ConfigError on an output that the policy does not have, or that has no gradient; top-K
+        only `with_top`. `what` says who asks for it."""
+        plain = differentiable(self.head)
+        accepted = OFFERED[self.head] if with_top else plain
+        has_top = accepted != plain
+        if unknown := sorted(n for n in names if n not in plain and not (has_top and top_count(n))):
+            raise ConfigError(
+                f"{what}: policy {self.policy!r} has no output {unknown} (accepted with "
+                f"head={self.head!r}: {list(accepted)}{' with a number for K' if has_top else ''})"
+            )
+        for name in names:
+            if (top_count(name) or 0) > self.vocab_size:
+                raise ConfigError(f"output {name!r}: the vocabulary has only {self.vocab_size} ids")
 
     def _check_chunk(self, chunk: RowChunk) -> None:
         check_chunk(chunk, vocab_size=self.vocab_size, max_positions=self.max_positions)

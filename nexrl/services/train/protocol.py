@@ -82,6 +82,12 @@ class TrainService(Protocol):
         """Forget optimizer moments and accumulated gradients, for a new stage."""
         ...
 
+    async def drop(self, policy: str) -> None:
+        """Undo `create`: free the policy's memory. Calls that started before it end as they would
+        have; those that start later are refused like any on a name that is not hosted. Copies of
+        it stay. Idempotent: afterwards nothing is hosted under the name."""
+        ...
+
     async def info(self, policy: str) -> TrainInfo:
         """Sizes, counters and time spent."""
         ...

@@ -100,21 +100,20 @@ def write_model_files(
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    for name in sorted({t.file for t in tensors if t.file}):
-        write_safetensors(folder / name, [t for t in tensors if t.file == name])
-    tensors = [t for t in tensors if not t.file]
-    shards = _split(tensors, max_file_bytes)
+    shards = _split([t for t in tensors if not t.file], max_file_bytes)
+    files = {f"model-{i:05d}-of-{len(shards):05d}.safetensors": s for i, s in enumerate(shards, 1)}
     if len(shards) == 1:
-        write_safetensors(folder / WEIGHTS_FILE, shards[0])
-        return
-    weight_map = {}
-    for i, shard in enumerate(shards, start=1):
-        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / name, shard)
-        weight_map.update({t.name: name for t in shard})
-    total = sum(len(t.data) for t in tensors)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        files = {WEIGHTS_FILE: shards[0]}
+    else:
+        total = sum(len(t.data) for shard in shards for t in shard)
+        weight_map = {t.name: name for name, shard in files.items() for t in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    for tensor in tensors:
+        if tensor.file:
+            files.setdefault(tensor.file, []).append(tensor)
+    for name, held in files.items():
+        write_safetensors(folder / name, held)
 
 
 def _split(tensors: Sequence[NamedTensor], max_file_bytes: int) -> list[list[NamedTensor]]:

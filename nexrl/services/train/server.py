@@ -37,9 +37,8 @@ class _Calls:
     Invariant: an order is dropped only when none of its calls is in progress.
     """
 
-    def __init__(self, service: TrainService, *, order_deadline_s: float) -> None:
+    def __init__(self, service: TrainService) -> None:
         self._service = service
-        self._order_deadline_s = order_deadline_s
         self._orders: OrderedDict[tuple[str, str], CallOrder] = OrderedDict()
         self._calls: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -63,7 +62,7 @@ class _Calls:
     def _order(self, policy: str, client: str) -> CallOrder:
         key = (policy, client)
         if key not in self._orders:
-            self._orders[key] = CallOrder(deadline_s=self._order_deadline_s)
+            self._orders[key] = CallOrder(deadline_s=ORDER_DEADLINE_S)
             idle = [k for k, order in self._orders.items() if not order.busy and k != key]
             for old in idle[: max(0, len(self._orders) - MAX_CLIENTS)]:
                 del self._orders[old]
@@ -111,15 +110,13 @@ class _Calls:
             await order.aclose()
 
 
-def make_train_app(
-    service: TrainService, *, token: str | None = None, order_deadline_s: float = ORDER_DEADLINE_S
-) -> web.Application:
+def make_train_app(service: TrainService, *, token: str | None = None) -> web.Application:
     """The HTTP application over a service; closing it closes the service.
 
-    A call that arrives before one that its client made earlier waits for it, `order_deadline_s` at
+    A call that arrives before one that its client made earlier waits for it, ORDER_DEADLINE_S at
     most.
     """
-    calls = _Calls(service, order_deadline_s=order_deadline_s)
+    calls = _Calls(service)
     app = make_app(token=token)
     app.router.add_post("/v1/policies/{policy}/{verb}", calls.handle_verb)
     app.router.add_get("/health", calls.handle_health)

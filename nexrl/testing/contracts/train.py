@@ -207,6 +207,37 @@ async def check_chunks_without_anything_to_score(subject: TrainSubject) -> None:
     assert (step.grad_norm, step.applied) == (0.0, True)
 
 
+async def check_dropped_policy_is_as_unknown_as_if_it_had_never_been(
+    subject: TrainSubject,
+) -> None:
+    """Calls that started before end well, later ones are refused, its copy stays, and the name is
+    free for a new beginning."""
+    service, chunk, path = subject.service, contract_chunk(), str(subject.folder / "state")
+    await service.create(subject.spec)
+    await service.create(ModelSpec(policy="reference", copy_of=POLICY, trainable=False))
+    await service.save_state(POLICY, path)
+    last = asyncio.ensure_future(service.forward_backward(POLICY, chunk, CROSS_ENTROPY))
+    await asyncio.gather(last, service.drop(POLICY))
+    for call in (
+        service.info(POLICY),
+        service.forward(POLICY, chunk),
+        service.forward_backward(POLICY, chunk, CROSS_ENTROPY),
+        service.backward(POLICY, chunk, {"logprobs": chunk.inputs["weight"]}),
+        service.optim_step(POLICY, STEP),
+        service.save_state(POLICY, path),
+        service.load_state(POLICY, path),
+        service.publish_weights(POLICY, PolicyVersion(), path),
+        service.reset_optimizer(POLICY),
+        service.create(ModelSpec(policy="other", copy_of=POLICY)),
+    ):
+        await refused(call, ConfigError, f"no policy is named {POLICY!r}", "['reference']")
+    await service.forward("reference", chunk)
+    for policy in (POLICY, "nobody"):  # idempotent
+        await service.drop(policy)
+    assert (await service.create(subject.spec)).optimizer_step == 0
+    assert (await service.optim_step(POLICY, STEP)).grad_norm == 0.0
+
+
 async def check_closing_is_idempotent_and_final(subject: TrainSubject) -> None:
     """aclose twice is fine; an engine that is gone is no reason to hang."""
     await subject.service.create(subject.spec)
@@ -225,6 +256,7 @@ STRUCTURE_CHECKS: tuple[Check, ...] = (
     check_state_with_a_pending_gradient_is_refused,
     check_frozen_policy_accepts_forward_only,
     check_chunks_without_anything_to_score,
+    check_dropped_policy_is_as_unknown_as_if_it_had_never_been,
     check_closing_is_idempotent_and_final,
     *OUTPUT_STRUCTURE_CHECKS,
 )

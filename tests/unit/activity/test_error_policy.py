@@ -59,14 +59,17 @@ def test_only_the_last_rollouts_of_the_window_count() -> None:
         assert policy.judge(failed()) is None
     for _ in range(50):
         assert policy.judge(make_record()) is None
-    assert policy.num_failed_in_window == 0
+    for _ in range(5):
+        assert policy.judge(failed()) is None
+    assert isinstance(policy.judge(failed()), RunStoppedError)
 
 
 def test_cancelled_rollouts_are_no_evidence() -> None:
     policy = make_policy(failure_window=2, max_failure_rate=0.5)
+    assert policy.judge(failed()) is None
     for _ in range(10):
         assert policy.judge(make_record(status="cancelled")) is None
-    assert policy.num_failed_in_window == 0
+    assert isinstance(policy.judge(failed()), RunStoppedError)
 
 
 def test_the_verdict_names_the_setting_the_counts_and_the_most_frequent_cause_with_its_first() -> (

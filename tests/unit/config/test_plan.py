@@ -229,6 +229,7 @@ def test_settings_that_are_probably_not_meant_are_warned_of(make_recipe: MakeRec
         "trainer.algorithm.greedy_baseline=true": "which trainer.algorithm.advantage grpo does not",
         "trainer.optimizer.warmup_steps=10": "is longer than the stage's 3 optimizer steps",
         "rollout_worker.failure_policy.min_group_size=1": "shrinks to one member",
+        "trainer.algorithm.loss.clip_low=2": "the lower bound -1 is below every ratio (command li",
     }
     for override, sentence in cases.items():
         plan = plan_of(recipe, override)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nexrl.cli.plan import run_plan
+from nexrl.cli.main import main
 from nexrl.testing.tiny_models import make_micro_model
 
 MakeRecipe = Callable[..., Path]
@@ -37,7 +37,8 @@ def plan(
     ) -> tuple[int, str, str]:
         recipe = make_recipe(extra, files=files)
         make_micro_model(recipe / "model")
-        code = run_plan(recipe, overrides, provenance=provenance)
+        flags = ["--provenance"] if provenance else []
+        code = main(["plan", str(recipe), *overrides, *flags])
         return code, *capsys.readouterr()
 
     return run
@@ -106,7 +107,7 @@ def test_a_zero_for_the_own_answer_is_a_warning(plan: Plan) -> None:
     [
         ("class Worker(:\n", "syntax error"),
         ("import no_such_package\n", "ModuleNotFoundError"),
-        ("class Worker: ...\n", "not a subclass of nexrl.rollout.RolloutWorker"),
+        ("class Worker: ...\n", "must be a subclass of nexrl.rollout.RolloutWorker"),
         ("class Wrker: ...\n", "did you mean Wrker?"),
     ],
 )
@@ -320,7 +321,7 @@ def test_provenance_lists_every_value_with_its_origin_and_no_secret(plan: Plan) 
     code, out, _ = plan(
         "stages: [{name: a, trainer: {num_steps: 9}}, {name: b}]",
         "seed=4",
-        "rollout_worker.arguments={token: hunter2}",
+        "rollout_worker.arguments={token: hunter2, 'a.b': 1, password: [hunter2]}",
         provenance=True,
     )
     assert code == 0
@@ -337,8 +338,8 @@ def test_planning_loads_no_torch(make_recipe: MakeRecipe, tmp_path: Path) -> Non
     make_micro_model(recipe / "model")
     program = (
         "import sys; from pathlib import Path; from nexrl.cli.plan import run_plan\n"
-        f"code = run_plan(Path({str(recipe)!r}), [], provenance=False)\n"
-        "sys.exit(code or ('torch' in sys.modules) or ('transformers' in sys.modules))"
+        f"planned = run_plan(Path({str(recipe)!r}), [], provenance=False)\n"
+        "sys.exit(not planned or ('torch' in sys.modules) or ('transformers' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
@@ -358,5 +359,5 @@ def test_damaged_weights_are_named(
     weights = next(make_micro_model(recipe / "model").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:20])
     overrides = [f"launch.run_root={tmp_path}"]
-    assert run_plan(recipe, overrides, provenance=False) == 2
+    assert main(["plan", str(recipe), *overrides]) == 2
     assert f"model folder {recipe / 'model'} cannot be read" in capsys.readouterr().err

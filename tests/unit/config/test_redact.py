@@ -47,7 +47,7 @@ def test_an_unset_secret_stays_visible_as_unset() -> None:
 
 
 def test_a_configuration_section_is_masked() -> None:
-    section = InferenceServiceConfig(engine="openai", url="http://h/v1", api_key="sk-123456")
+    section = InferenceServiceConfig(url="http://h/v1", api_key="sk-123456")
     assert redact(section)["api_key"] == "***"
 
 
@@ -79,7 +79,6 @@ def test_the_dump_of_a_run_holds_no_secret_however_it_got_in(
         """
         service:
           inference_service:
-            engine: openai
             url: http://host/v1?k=${oc.env:NEXRL_TEST_API_KEY}
             api_key: ${oc.env:NEXRL_TEST_API_KEY}
         rollout_worker: {arguments: {judge: "key ${oc.env:NEXRL_TEST_API_KEY}", password: swordfish}}

@@ -55,7 +55,24 @@ def refused(recipe: Path, *overrides: str) -> str:
         ("data.sources=x", "write [x]"),
         ("trainer=null", "trainer must be a mapping of settings, got null; leave the key out"),
         ("experiment_name=a/b", "experiment_name must be a text that matches"),
-        ("stages=[3]", "stages.0 must be a list, each entry a mapping, got 3"),
+        ("stages=[3]", "stages.0 must be a mapping, got 3 (command line)"),
+        ("logger=[wand]", 'logger.0 must be one of tensorboard, wandb, got "wand"'),
+        (
+            "trainer.algorithm=3",
+            "a mapping of settings, or its preset as one word, got 3; its keys",
+        ),
+        ("trainer.algorithm.kl=0.1", "got 0.1; its keys are coefficient, estimator, placement"),
+        ("trainer.algorithm.kl.estimator=K3", 'got "K3"; did you mean k3?'),
+        (
+            "trainer.algorithm.advantage.part_weights={a: x}",
+            'part_weights.a must be a number, got "x" (command line)',
+        ),
+        (
+            "trainer.algorithm.loss.settings={a: [1]}",
+            "loss.settings.a must be a number or a text or true or false or null, got [1] (command",
+        ),
+        ("trainer.algorithm={preset:dapo}", "write `preset: dapo`, with a space after the colon"),
+        ("trainer.algorithm={preset:", "an override with spaces is written in quotes"),
     ],
 )
 def test_a_wrong_value_says_what_is_accepted(
@@ -101,6 +118,13 @@ def test_zero_rollouts_are_rejected_with_the_line(make_recipe: MakeRecipe) -> No
         ("rollout_worker.temperature", "rollout_worker.sampling.temperature"),
         ("wieght", "weight"),
         ("data.sources.0.pth", "data.sources.0.path"),
+        ("trainer.algorithm.kl.coef", "trainer.algorithm.kl.coefficient"),
+        (
+            "trainer.algorithm.loss.clip",
+            "trainer.algorithm.loss.clip_low or trainer.algorithm.loss",
+        ),
+        ("trainer.algorithm.name", "trainer.algorithm.preset?"),
+        ("trainer.algorithm.correction.name", "trainer.algorithm.correction.preset?"),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest_or_the_right_section(

@@ -32,6 +32,9 @@ def refused(recipe: Path, *overrides: str) -> str:
 
 REFUSED = [
     ([f"{A}.loss=pppo"], "no policy loss is named 'pppo'; did you mean ppo? (accepted: reinforce,"),
+    ([f"{A}.loss=PPO"], "no policy loss is named 'PPO'; did you mean ppo? (accepted: reinforce,"),
+    ([f"{A}=DR-GRPO"], "no preset is named 'DR-GRPO'; did you mean dr_grpo? (accepted: grpo,"),
+    ([f"{A}.loss=forward_kl", f"{A}.teacher.path=t"], "did you mean forward_kl_top_k?"),
     ([f"{A}.loss=cross_entropy"], "cross_entropy does not learn from rewards"),
     ([f"{A}.loss=dpo"], "dpo is no policy loss; write trainer.algorithm: dpo"),
     ([f"{A}.advantage=gro"], "no estimator is named 'gro'; did you mean grpo?"),
@@ -55,6 +58,10 @@ REFUSED = [
     (
         [f"{A}=bapo", f"{A}.loss.settings={{positive_share: 2}}"],
         "positive_share must be between 0 and 1, got 2",
+    ),
+    (
+        [f"{A}=bapo", f"{A}.loss.clip_high=0.3", f"{A}.loss.settings={{positive_share: 2}}"],
+        "trainer.algorithm.loss.settings.positive_share: loss setting positive_share must be",
     ),
     (
         [f"{A}=gspo", f"{A}.loss.aggregation=token_mean"],
@@ -84,7 +91,8 @@ REFUSED = [
     ([f"{A}.correction.action=mask"], "needs trainer.algorithm.correction.low or"),
     (
         [f"{A}.correction.high=2"],
-        "correction.high is used only with trainer.algorithm.correction.action",
+        "correction.high is used only with trainer.algorithm.correction.action truncate, mask or "
+        "reject, got 2 with none",
     ),
     (
         [f"{A}.correction=mis", f"{A}.correction.action=none"],

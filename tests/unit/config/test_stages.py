@@ -74,6 +74,9 @@ def test_a_stage_may_not_change_services_launch_or_seed(make_recipe: MakeRecipe)
 def test_a_misspelt_section_of_a_stage_is_suggested(make_recipe: MakeRecipe) -> None:
     text = refused(make_recipe("stages: [{name: a, trainr: {num_steps: 1}}]"))
     assert "stages.0.trainr cannot be set in a stage; did you mean trainer?" in text
+    text = refused(make_recipe("stages: [{name: a, algorithm: sft}, {name: b, service: {}}]"))
+    assert "stages.0.algorithm cannot be set in a stage; did you mean trainer.algorithm?" in text
+    assert "stages.1.service cannot be set in a stage; it may set data, rollout_worker" in text
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,23 @@
-"""A micro model, and the builtin engine served over a real socket."""
+"""A micro model, and the builtin engine over it, in process and served over a real socket."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
+from nexrl.config.schema import InferenceServiceConfig
 from nexrl.services.inference.client import HttpInferenceService
 from nexrl.services.inference.engines.builtin.service import BuiltinInference
 from nexrl.services.inference.server import make_inference_app
 from nexrl.testing.tiny_models import make_micro_model
 
 TOKEN = "secret"
+MakeEngine = Callable[..., BuiltinInference]
 Serve = Callable[[BuiltinInference], AbstractAsyncContextManager[HttpInferenceService]]
 
 
@@ -28,6 +31,23 @@ def micro_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     return make_micro_model(folder, seed=0, vocab="chat", chat_template=True, max_positions=128)
+
+
+@pytest.fixture
+async def make_engine(micro_model: Path) -> AsyncIterator[MakeEngine]:
+    """Makes engines of the micro model, or of another, that are closed when the test has ended."""
+    made: list[BuiltinInference] = []
+
+    def make(
+        model: Path = micro_model, *, deterministic: bool = False, **settings: Any
+    ) -> BuiltinInference:
+        config = InferenceServiceConfig(**settings)
+        made.append(BuiltinInference(model, config, deterministic=deterministic))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        await engine.aclose()
 
 
 @asynccontextmanager

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from nexrl.config.schema import InferenceServiceConfig
 from nexrl.errors import ConfigError
 from nexrl.services.inference.engines.builtin import decoder
 from nexrl.services.inference.engines.builtin.service import BuiltinInference
 from nexrl.types import Prompt, RowChunk, Sampling
+
+MakeEngine = Callable[..., BuiltinInference]
 
 
 def make_calls(num: int) -> list[tuple[Prompt, Sampling, int]]:
@@ -44,18 +44,13 @@ async def run(
     return [bits_of(a) for a in answers]
 
 
-async def close_all(*engines: BuiltinInference) -> None:
-    await asyncio.gather(*(e.aclose() for e in engines))
-
-
 @pytest.mark.parametrize("reference", [False, True], ids=["blocks", "alone"])
 async def test_a_request_has_the_same_bits_alone_and_in_any_company(
-    micro_model: Path, reference: bool, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, reference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reference:
         monkeypatch.setattr(decoder, "rows_are_independent", lambda *_: False)
-    settings = InferenceServiceConfig(max_batch=40)
-    inference = BuiltinInference(micro_model, settings, deterministic=True)
+    inference = make_engine(deterministic=True, max_batch=40)
     expected = "alone" if reference else "blocks"
     assert (await inference.info()).capabilities["decoder"] == expected
     calls = make_calls(24)
@@ -63,36 +58,32 @@ async def test_a_request_has_the_same_bits_alone_and_in_any_company(
     together = await run(inference, calls)
     shuffled = np.random.default_rng(1).permutation(len(calls))
     reordered = await run(inference, [calls[i] for i in shuffled])
-    await inference.aclose()
     assert together == alone
     assert [reordered[int(np.flatnonzero(shuffled == i)[0])] for i in range(len(calls))] == alone
 
 
-async def test_two_engines_agree_to_the_bit(micro_model: Path) -> None:
-    first, second = (BuiltinInference(micro_model, deterministic=True) for _ in range(2))
+async def test_two_engines_agree_to_the_bit(make_engine: MakeEngine) -> None:
+    first, second = (make_engine(deterministic=True) for _ in range(2))
     calls = make_calls(10)
     a, b = await asyncio.gather(run(first, calls), run(second, calls[::-1]))
-    await close_all(first, second)
     assert a == b[::-1]
 
 
-async def test_a_score_has_the_same_bits_alone_and_in_a_chunk(micro_model: Path) -> None:
-    inference = BuiltinInference(micro_model, deterministic=True)
+async def test_a_score_has_the_same_bits_alone_and_in_a_chunk(make_engine: MakeEngine) -> None:
+    inference = make_engine(deterministic=True)
     rng = np.random.default_rng(0)
     rows = [rng.integers(3, 16, n).astype(np.int32) for n in (3, 17, 1, 9, 30, 2)]
     together = await inference.score(RowChunk.from_rows(rows))
     alone = [await inference.score(RowChunk.from_rows([row])) for row in rows]
-    await inference.aclose()
     assert together.tobytes() == np.concatenate(alone).tobytes()
 
 
-async def test_without_it_tokens_still_depend_on_their_seed_alone(micro_model: Path) -> None:
+async def test_without_it_tokens_still_depend_on_their_seed_alone(make_engine: MakeEngine) -> None:
     """Rounding may differ with the batch, the random numbers never do."""
-    inference = BuiltinInference(micro_model)
+    inference = make_engine()
     calls = make_calls(16)
     alone = [(await run(inference, [call]))[0] for call in calls]
     together = await run(inference, calls)
-    await inference.aclose()
     sizes = [[len(b) // 8 * 4 for b in choices] for choices in alone]
     same = [
         a[:size] == b[:size]
@@ -103,7 +94,7 @@ async def test_without_it_tokens_still_depend_on_their_seed_alone(micro_model: P
 
 
 def test_it_is_refused_where_it_is_not_promised(
-    micro_model: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
@@ -111,4 +102,4 @@ def test_it_is_refused_where_it_is_not_promised(
 
     monkeypatch.setattr(runner, "_choose_device", lambda _: torch.device("meta"))
     with pytest.raises(ConfigError, match=r"deterministic.*cpu only.*meta"):
-        BuiltinInference(micro_model, deterministic=True)
+        make_engine(deterministic=True)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from nexrl.config.schema import InferenceServiceConfig
 from nexrl.errors import WeightSyncError
 from nexrl.services.inference.engines.builtin.service import BuiltinInference
 from nexrl.testing.contracts.inference import V1, publish_model
 from nexrl.testing.tiny_models import make_micro_model
 from nexrl.types import PolicyVersion, RowChunk, WeightManifest
 
+MakeEngine = Callable[..., BuiltinInference]
 Edit = Callable[[dict[str, Any]], dict[str, Any]]
 CHUNK = RowChunk.from_rows([np.array([3, 4, 5, 6, 7], np.int32)])
 
@@ -36,33 +36,31 @@ async def load(inference: BuiltinInference, manifest: WeightManifest) -> str:
 
 
 async def test_the_checksum_is_of_what_the_engine_really_holds(
-    micro_model: Path, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    inference = BuiltinInference(micro_model)
+    inference = make_engine()
     manifest = publish(tmp_path)
     assert await load(inference, manifest) == manifest.checksum
-    await inference.aclose()
 
 
 async def test_a_tensor_that_differs_from_its_manifest_shows_in_the_checksum(
-    micro_model: Path, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     """A wrong file under a right manifest is caught by the echo."""
-    inference = BuiltinInference(micro_model)
+    inference = make_engine()
     right, wrong = publish(tmp_path, seed=5), publish(tmp_path, seed=6)
     assert await load(inference, replace(right, path=wrong.path)) == wrong.checksum
-    await inference.aclose()
 
 
-async def test_loaded_weights_answer_like_a_fresh_engine(micro_model: Path, tmp_path: Path) -> None:
+async def test_loaded_weights_answer_like_a_fresh_engine(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
     """FR-106, FR-110: nothing of the old weights is left, nothing is processed twice."""
     manifest = publish(tmp_path)
-    inference = BuiltinInference(micro_model)
+    inference = make_engine()
     await load(inference, manifest)
-    fresh = BuiltinInference(tmp_path / "source5")
+    fresh = make_engine(tmp_path / "source5")
     assert np.array_equal(await inference.score(CHUNK), await fresh.score(CHUNK))
-    await inference.aclose()
-    await fresh.aclose()
 
 
 @pytest.mark.parametrize(
@@ -84,22 +82,21 @@ async def test_loaded_weights_answer_like_a_fresh_engine(micro_model: Path, tmp_
     ids=["wrapper_prefix", "missing", "shape"],
 )
 async def test_a_publication_that_does_not_fit_is_refused_with_lists_and_writes_nothing(
-    micro_model: Path, tmp_path: Path, edit: Edit, text: str
+    make_engine: MakeEngine, tmp_path: Path, edit: Edit, text: str
 ) -> None:
     """FR-109"""
-    inference = BuiltinInference(micro_model)
+    inference = make_engine()
     before = await inference.score(CHUNK)
     with pytest.raises(WeightSyncError, match=text):
         await load(inference, publish(tmp_path, edit=edit))
     assert np.array_equal(await inference.score(CHUNK), before)
     await inference.resume()
-    await inference.aclose()
 
 
 async def test_files_and_manifest_must_list_the_same_tensors(
-    micro_model: Path, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    inference = BuiltinInference(micro_model)
+    inference = make_engine()
     manifest = publish(tmp_path)
     path = Path(manifest.path) / "model.safetensors"
     tensors = load_file(path)
@@ -107,23 +104,23 @@ async def test_files_and_manifest_must_list_the_same_tensors(
     save_file(tensors, path)
     with pytest.raises(WeightSyncError, match=r"in no file: lm_head.*not in the manifest: surplus"):
         await load(inference, manifest)
-    await inference.aclose()
 
 
 async def test_a_publication_that_is_not_there_or_damaged_is_named(
-    micro_model: Path, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    inference = BuiltinInference(micro_model)
+    inference = make_engine()
     manifest = publish(tmp_path)
     with pytest.raises(WeightSyncError, match="nowhere"):
         await load(inference, replace(manifest, path=str(tmp_path / "nowhere")))
     (Path(manifest.path) / "model.safetensors").write_bytes(b"\x00" * 40)
     with pytest.raises(WeightSyncError, match=r"model\.safetensors"):
         await load(inference, manifest)
-    await inference.aclose()
 
 
-async def test_a_tied_head_follows_its_embedding(micro_model: Path, tmp_path: Path) -> None:
+async def test_a_tied_head_follows_its_embedding(
+    micro_model: Path, tmp_path: Path, make_engine: MakeEngine
+) -> None:
     """An engine that keeps the old head after a reload is the classic silent fault."""
     model = make_micro_model(tmp_path / "tied", seed=1)
     config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
@@ -133,35 +130,35 @@ async def test_a_tied_head_follows_its_embedding(micro_model: Path, tmp_path: Pa
     without_head = publish(
         tmp_path, edit=lambda t: {n: v for n, v in t.items() if n != "lm_head.weight"}
     )
-    inference = BuiltinInference(model)
+    inference = make_engine(model)
     assert await load(inference, without_head) == without_head.checksum
     held = inference._runner.model
     expected = load_file(Path(without_head.path) / "model.safetensors")["model.embed_tokens.weight"]
     assert np.array_equal(held.lm_head.weight.numpy(), expected)
     with pytest.raises(WeightSyncError, match=r"tied.*lm_head"):
         await load(inference, publish(tmp_path, seed=8))
-    await inference.aclose()
 
 
 async def test_an_engine_of_another_dtype_gives_no_checksum_and_says_so(
-    micro_model: Path, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    inference = BuiltinInference(micro_model, InferenceServiceConfig(dtype="bfloat16"))
+    inference = make_engine(dtype="bfloat16")
     assert (await inference.info()).capabilities["checksum_echo"] is False
     assert await load(inference, publish(tmp_path)) == ""
-    await inference.aclose()
 
 
-async def test_a_load_into_a_running_engine_is_refused(micro_model: Path, tmp_path: Path) -> None:
-    inference = BuiltinInference(micro_model)
+async def test_a_load_into_a_running_engine_is_refused(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    inference = make_engine()
     with pytest.raises(WeightSyncError, match="pause the engine first"):
         await inference.load_weights(publish(tmp_path))
-    await inference.aclose()
 
 
-async def test_weights_of_another_policy_are_refused(micro_model: Path, tmp_path: Path) -> None:
-    inference = BuiltinInference(micro_model)
+async def test_weights_of_another_policy_are_refused(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    inference = make_engine()
     foreign = replace(publish(tmp_path), version=PolicyVersion(policy="critic", number=1))
     with pytest.raises(WeightSyncError, match="hosts policy 'actor'"):
         await load(inference, foreign)
-    await inference.aclose()

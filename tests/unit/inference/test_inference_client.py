@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from nexrl.config.schema import InferenceServiceConfig
 from nexrl.errors import (
     ConfigError,
     ContextOverflowError,
@@ -38,6 +37,7 @@ from nexrl.services.inference.messages import (
 from nexrl.testing.instant_inference import InstantInference
 from nexrl.types import Completion, PolicyVersion, Prompt, Sampling, VersionSpan
 
+MakeEngine = Callable[..., BuiltinInference]
 PROMPT = Prompt(token_ids=np.array([3, 4, 5, 6], np.int32))
 SAMPLING = Sampling(max_tokens=5, seed=1)
 
@@ -50,10 +50,10 @@ async def num_requests(service: HttpInferenceService) -> int:
 
 
 async def test_calls_of_one_tick_become_one_request_and_never_mix(
-    micro_model: Path, serve: Any
+    make_engine: MakeEngine, serve: Any
 ) -> None:
     """FR-172: answers are never mixed between callers."""
-    builtin = BuiltinInference(micro_model)
+    builtin = make_engine()
     calls = [
         (
             Prompt(token_ids=np.arange(3, 4 + i % 5, dtype=np.int32)),
@@ -72,13 +72,12 @@ async def test_calls_of_one_tick_become_one_request_and_never_mix(
             for a, b in zip(answer, alone, strict=True):
                 assert np.array_equal(a.token_ids, b.token_ids)
                 assert np.array_equal(a.prompt_token_ids, prompt.token_ids)
-    await builtin.aclose()
 
 
 async def test_a_short_draw_returns_before_a_long_one_of_the_same_request(
-    micro_model: Path, serve: Any
+    make_engine: MakeEngine, serve: Any
 ) -> None:
-    builtin = BuiltinInference(micro_model, InferenceServiceConfig(max_batch=1))
+    builtin = make_engine(max_batch=1)
     order: list[int] = []
 
     async def draw(service: HttpInferenceService, max_tokens: int) -> None:
@@ -86,20 +85,19 @@ async def test_a_short_draw_returns_before_a_long_one_of_the_same_request(
         order.append(max_tokens)
         if len(order) == 1:
             await service.pause("keep")
-            assert builtin.num_waiting + builtin.num_running > 0
+            assert builtin.engine.num_waiting + builtin.engine.num_running > 0
             await service.resume()
 
     async with serve(builtin) as service:
         await asyncio.gather(draw(service, 1), draw(service, 60), draw(service, 61))
         assert await num_requests(service) == 1
     assert order == [1, 60, 61]
-    await builtin.aclose()
 
 
 async def test_an_error_in_one_call_leaves_the_others_of_its_request_alone(
-    micro_model: Path, serve: Any
+    make_engine: MakeEngine, serve: Any
 ) -> None:
-    builtin = BuiltinInference(micro_model, InferenceServiceConfig(max_context=8))
+    builtin = make_engine(max_context=8)
     async with serve(builtin) as service:
         long = Prompt(token_ids=np.full(9, 3, np.int32))
         answers: list[object] = await asyncio.gather(
@@ -112,11 +110,12 @@ async def test_an_error_in_one_call_leaves_the_others_of_its_request_alone(
         assert "failed_calls_total 2" in await service.metrics()
     kinds = (ContextOverflowError, ConfigError, list)
     assert [isinstance(a, kind) for a, kind in zip(answers, kinds, strict=True)] == [True] * 3
-    await builtin.aclose()
 
 
-async def test_an_error_reaches_every_caller_with_its_kind(micro_model: Path, serve: Any) -> None:
-    builtin = BuiltinInference(micro_model, InferenceServiceConfig(max_context=8))
+async def test_an_error_reaches_every_caller_with_its_kind(
+    make_engine: MakeEngine, serve: Any
+) -> None:
+    builtin = make_engine(max_context=8)
     async with serve(builtin) as service:
         long = Prompt(token_ids=np.full(9, 3, np.int32))
         errors = await asyncio.gather(
@@ -127,29 +126,27 @@ async def test_an_error_reaches_every_caller_with_its_kind(micro_model: Path, se
         with pytest.raises(ServiceError, match="401"):
             await stranger.generate(PROMPT, sampling=SAMPLING)
         await stranger.aclose()
-    await builtin.aclose()
 
 
 @pytest.mark.parametrize("num_kept", [0, 1])
 async def test_what_nobody_waits_for_any_more_frees_the_engine(
-    micro_model: Path, serve: Any, num_kept: int
+    make_engine: MakeEngine, serve: Any, num_kept: int
 ) -> None:
     """All callers gone: the connection is closed. Some of them: an abort message names theirs."""
-    builtin = BuiltinInference(micro_model)
+    builtin = make_engine()
     async with serve(builtin) as service:
         await service.pause("keep")
         calls = [asyncio.create_task(service.generate(PROMPT, sampling=SAMPLING)) for _ in range(3)]
-        while builtin.num_waiting < 3:
-            await service.health()
+        while builtin.engine.num_waiting < 3:
+            await service.info()
         for call in calls[num_kept:]:
             call.cancel()
-        while builtin.num_waiting > num_kept:
-            await service.health()
+        while builtin.engine.num_waiting > num_kept:
+            await service.info()
         await service.resume()
         for call in calls[:num_kept]:
             assert len(await call) == 1
-        assert (builtin.counts.drawn_tokens > 0) == bool(num_kept)
-    await builtin.aclose()
+        assert (builtin.engine.counts.drawn_tokens > 0) == bool(num_kept)
 
 
 # --- many at once -----------------------------------------------------------------------------

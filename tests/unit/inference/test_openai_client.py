@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from nexrl.services.inference.engines.builtin.service import BuiltinInference
 from nexrl.services.inference.openai_client import normalise_finish_reason, read_logprobs
 from nexrl.types import Prompt, Sampling
 
+MakeEngine = Callable[..., BuiltinInference]
 PROMPT = Prompt(token_ids=np.array([3, 4, 5], np.int32))
 SAMPLING = Sampling(max_tokens=3, seed=1)
 Body = dict[str, Any]
@@ -231,9 +231,9 @@ def test_finish_reasons_become_one_vocabulary(
 
 
 async def test_it_draws_from_our_own_server_what_the_engine_draws(
-    micro_model: Path, serve: Any
+    make_engine: MakeEngine, serve: Any
 ) -> None:
-    builtin = BuiltinInference(micro_model)
+    builtin = make_engine()
     async with serve(builtin) as service:
         url = service._http.base_url + "/v1"
         client = OpenAIInferenceClient(url, model="actor", token="secret")
@@ -247,4 +247,3 @@ async def test_it_draws_from_our_own_server_what_the_engine_draws(
         assert a.logprobs is not None
         assert b.logprobs is not None
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
-    await builtin.aclose()

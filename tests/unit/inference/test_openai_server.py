@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,20 @@ import pytest
 from nexrl.services.inference.client import HttpInferenceService
 from nexrl.services.inference.engines.builtin.service import BuiltinInference
 
+MakeEngine = Callable[..., BuiltinInference]
 MESSAGES: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
 TOKEN = "secret"
 Served = tuple[HttpInferenceService, openai.AsyncOpenAI, BuiltinInference]
 
 
 @pytest.fixture
-async def served(chat_model: Path, serve: Any) -> AsyncIterator[Served]:
-    builtin = BuiltinInference(chat_model)
+async def served(chat_model: Path, serve: Any, make_engine: MakeEngine) -> AsyncIterator[Served]:
+    builtin = make_engine(chat_model)
     async with serve(builtin) as service:
         url = service._http.base_url + "/v1"
         client = openai.AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0)
         yield service, client, builtin
         await client.close()
-    await builtin.aclose()
 
 
 async def test_chat_answers_in_the_shape_of_openai(served: Served) -> None:
@@ -234,15 +234,14 @@ async def test_an_unknown_model_is_not_found_and_a_wrong_token_unauthorized(
 
 
 async def test_messages_without_a_chat_template_are_a_bad_request(
-    micro_model: Path, serve: Any
+    make_engine: MakeEngine, serve: Any
 ) -> None:
-    builtin = BuiltinInference(micro_model)
+    builtin = make_engine()
     async with serve(builtin) as service:
         url = service._http.base_url + "/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0) as client:
             with pytest.raises(openai.BadRequestError, match="no chat template"):
                 await client.chat.completions.create(model="actor", messages=MESSAGES)
-    await builtin.aclose()
 
 
 async def test_metrics_count_requests_tokens_and_latency(served: Served) -> None:
@@ -250,11 +249,13 @@ async def test_metrics_count_requests_tokens_and_latency(served: Served) -> None
     await client.completions.create(model="actor", prompt="1+1=", max_tokens=4, n=3)
     text = await service.metrics()
     assert 'nexrl_inference_requests_total{endpoint="completions",outcome="ok"} 1' in text
-    assert f"nexrl_inference_drawn_tokens_total {builtin.counts.drawn_tokens}" in text
+    assert f"nexrl_inference_drawn_tokens_total {builtin.engine.counts.drawn_tokens}" in text
     assert "nexrl_inference_choices_total 3" in text
     assert 'nexrl_inference_request_seconds_bucket{le="+Inf"} 1' in text
     assert 'nexrl_inference_policy_version{policy="actor",incarnation="0"} 0' in text
     assert "nexrl_inference_running 0" in text
+    builtin.engine.counts.prompt_tokens = 123_456_789
+    assert "nexrl_inference_prompt_tokens_total 123456789\n" in await service.metrics()
 
 
 async def test_health_turns_with_the_engine_and_needs_no_token(served: Served) -> None:
@@ -283,7 +284,7 @@ async def test_control_messages_may_be_json_too(served: Served) -> None:
         url = service._http.base_url + "/control/"
         async with session.post(url + "pause", json={"mode": "keep"}) as answer:
             assert answer.status == 200
-        assert builtin._engine.paused
+        assert builtin.engine.paused
         async with session.post(url + "pause", json={"mode": "later"}) as answer:
             assert answer.status == 400
         async with session.post(url + "resume") as answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from nexrl.config.schema import InferenceServiceConfig
 from nexrl.errors import ConfigError
 from nexrl.services.inference.engines.builtin.service import BuiltinInference
 from nexrl.types import Prompt, Sampling
@@ -32,6 +32,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": LLAMA_LIKE,
     "mistral": LLAMA_LIKE | {"sliding_window": None},
 }
+
+
+MakeEngine = Callable[..., BuiltinInference]
 
 
 def make_model(folder: Path, tokenizer_of: Path, family: str, **settings: Any) -> Path:
@@ -62,31 +65,30 @@ def expected_tokens(folder: Path, prompt: Prompt, num: int) -> list[int]:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["batched", "deterministic"])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_draws_equal_those_of_transformers(
-    micro_model: Path, tmp_path: Path, family: str, deterministic: bool
+    micro_model: Path, tmp_path: Path, family: str, deterministic: bool, make_engine: MakeEngine
 ) -> None:
     folder = make_model(tmp_path / family, micro_model, family)
     rng = np.random.default_rng(0)
     prompts = [Prompt(token_ids=rng.integers(3, 16, n).astype(np.int32)) for n in (3, 8, 8, 20)]
-    inference = BuiltinInference(folder, deterministic=deterministic)
+    inference = make_engine(folder, deterministic=deterministic)
     sampling = Sampling(max_tokens=12, temperature=0.0)
     answers = await asyncio.gather(*(inference.generate(p, sampling=sampling) for p in prompts))
-    await inference.aclose()
     for prompt, (completion,) in zip(prompts, answers, strict=True):
         assert completion.token_ids.tolist() == expected_tokens(folder, prompt, 12)
 
 
-async def test_bfloat16_draws_and_scores(micro_model: Path) -> None:
-    inference = BuiltinInference(micro_model, InferenceServiceConfig(dtype="bfloat16"))
+async def test_bfloat16_draws_and_scores(make_engine: MakeEngine) -> None:
+    inference = make_engine(dtype="bfloat16")
     prompt = Prompt(token_ids=np.array([3, 4, 5], np.int32))
     completions = await inference.generate(prompt, sampling=Sampling(max_tokens=8, seed=1), n=4)
-    await inference.aclose()
     assert all(c.logprobs is not None and np.isfinite(c.logprobs).all() for c in completions)
 
 
-def test_a_window_that_would_be_left_is_refused(micro_model: Path, tmp_path: Path) -> None:
+def test_a_window_that_would_be_left_is_refused(
+    micro_model: Path, tmp_path: Path, make_engine: MakeEngine
+) -> None:
     """The slot cache attends to everything; inside the window that is exact."""
     folder = make_model(tmp_path / "m", micro_model, "mistral", sliding_window=16)
     with pytest.raises(ConfigError, match=r"sliding_attention.*window 16.*max_context 64"):
-        BuiltinInference(folder)
-    inference = BuiltinInference(folder, InferenceServiceConfig(max_context=16))
-    asyncio.run(inference.aclose())
+        make_engine(folder)
+    make_engine(folder, max_context=16)

@@ -25,14 +25,6 @@ def test_an_emoji_split_over_tokens_appears_once_it_is_whole() -> None:
     assert pieces == ["a", "", "", "", "😀", "b"]
 
 
-def test_flush_gives_what_stays_incomplete() -> None:
-    text = IncrementalText(decode_bytes)
-    pieces = [text.add(b) for b in "a😀".encode()[:3]]
-    assert "".join(pieces) == "a"
-    assert text.flush() == "\ufffd"
-    assert text.flush() == ""
-
-
 def test_a_stop_string_is_found_across_tokens() -> None:
     watch = StopText(decode_bytes, ["\nQ:", "END"])
     found = [watch.add(b) for b in b"one\nQ:"]

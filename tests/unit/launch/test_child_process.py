@@ -29,7 +29,7 @@ def make_child(tmp_path: Path) -> ChildProcess:
 
 
 async def start(child: ChildProcess, code: str, deadline_s: float = 30.0) -> None:
-    await child.start([sys.executable, "-c", code], environment={}, start_deadline_s=deadline_s)
+    await child.start([sys.executable, "-c", code], start_deadline_s=deadline_s)
 
 
 async def test_the_system_chooses_the_port_and_close_ends_the_process(tmp_path: Path) -> None:
@@ -60,6 +60,45 @@ async def test_a_child_that_ends_before_it_is_ready_is_quoted(tmp_path: Path) ->
     child = make_child(tmp_path)
     with pytest.raises(ServiceError, match=r"(?s)exit code 3.*no such model"):
         await start(child, "import sys; print('no such model', file=sys.stderr); sys.exit(3)")
+
+
+LEAVES_A_GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '30'], start_new_session=True)"
+"""It inherits standard input and output, and outlives the child."""
+
+
+async def test_closing_does_not_wait_for_a_grandchild_that_keeps_the_output_open(
+    tmp_path: Path,
+) -> None:
+    child = make_child(tmp_path)
+    await start(child, f"{LEAVES_A_GRANDCHILD}\n{SERVER}")
+    async with asyncio.timeout(20):
+        await child.aclose()
+
+
+async def test_a_grandchild_does_not_hide_that_the_child_was_killed(tmp_path: Path) -> None:
+    child = make_child(tmp_path)
+    await start(child, f"{LEAVES_A_GRANDCHILD}\n{SERVER}")
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(ServiceError, match=r"killed by SIGKILL"):
+        async with asyncio.timeout(10):
+            await child.supervise()
+    await child.aclose()
+
+
+async def test_a_grandchild_does_not_hide_that_the_child_never_got_ready(tmp_path: Path) -> None:
+    child = make_child(tmp_path)
+    with pytest.raises(ServiceError, match=r"exit code 3"):
+        await start(child, f"{LEAVES_A_GRANDCHILD}\nimport sys; sys.exit(3)", deadline_s=20)
+
+
+async def test_fifty_lines_of_a_long_log_are_quoted(tmp_path: Path) -> None:
+    """FR-164: enough to see the cause, and not so much that it scrolls away."""
+    child = make_child(tmp_path)
+    with pytest.raises(ServiceError) as caught:
+        await start(child, "for n in range(200): print('line', n)")
+    assert "  | line 150\n" in str(caught.value)
+    assert "  | line 149\n" not in str(caught.value)
 
 
 async def test_a_child_that_never_gets_ready_meets_its_deadline(tmp_path: Path) -> None:
@@ -98,7 +137,7 @@ def test_a_child_does_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> 
         from nexrl.launch.process import ChildProcess
         async def main():
             child = ChildProcess("fake", log=Path({str(tmp_path / "x.log")!r}), shutdown_deadline_s=5)
-            await child.start([sys.executable, "-c", {SERVER!r}], environment={{}}, start_deadline_s=30)
+            await child.start([sys.executable, "-c", {SERVER!r}], start_deadline_s=30)
             print(child.pid, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         asyncio.run(main())

@@ -17,9 +17,7 @@ def test_groups_of_later_batches_start_only_within_the_bound(
     """A group that starts at version e is consumed at e + threshold at the latest."""
     started = 0
     while may_admit(
-        trained=version * batch_size,
-        handed_out=0,
-        outstanding=started,
+        started=version * batch_size + started,
         active_version=version,
         threshold=threshold,
         batch_size=batch_size,

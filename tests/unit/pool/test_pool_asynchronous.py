@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nexrl.errors import ConfigError, InvariantError
+from nexrl.errors import InvariantError
 from nexrl.pool.store_reader import StoreReader
 from nexrl.pool.trajectory_pool import TrajectoryPool
 from nexrl.pool.trajectory_store import TrajectoryStore
@@ -191,13 +191,6 @@ async def test_with_cancel_a_running_group_at_the_bound_is_passed_over_and_then_
     await end(pool, 3, version=2)
     assert items(await take(pool, 2)) == ["i3"]
     assert pool.ledger.stale == {"version 0 consumed at 2, bound 1": 1}
-
-
-async def test_impossible_settings_are_refused_with_key_and_value() -> None:
-    with pytest.raises(ConfigError, match=r"window must be at most .* = 2, got 3"):
-        make_async_pool(hand_out="windowed", window=3)
-    with pytest.raises(ConfigError, match="staleness_threshold must be 0 in mode sync, got 1"):
-        make_pool(staleness_threshold=1)
 
 
 # --- pushes and two policies ------------------------------------------------------------------

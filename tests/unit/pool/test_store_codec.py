@@ -14,8 +14,7 @@ from nexrl.pool.store_codec import (
     LAYOUT,
     decode_failure,
     decode_trajectory,
-    encode_failure,
-    encode_trajectory,
+    encode,
 )
 from nexrl.testing.makers import make_failure, make_row, make_trajectory, make_version
 from nexrl.types import (
@@ -91,7 +90,7 @@ def assert_equal(left: Trajectory, right: Trajectory) -> None:
     ],
 )
 def test_a_trajectory_survives_unchanged(trajectory: Trajectory) -> None:
-    assert_equal(decode_trajectory(encode_trajectory(trajectory)), trajectory)
+    assert_equal(decode_trajectory(encode(trajectory)), trajectory)
 
 
 @given(st.lists(st.booleans(), max_size=40), st.booleans())
@@ -107,24 +106,24 @@ def test_masks_of_any_length_survive(mask: list[bool], with_logprobs: bool) -> N
         versions=spans,
     )
     trajectory = Trajectory(rows=(row,))
-    assert_equal(decode_trajectory(encode_trajectory(trajectory)), trajectory)
+    assert_equal(decode_trajectory(encode(trajectory)), trajectory)
 
 
 def test_a_failure_survives_unchanged() -> None:
     failure = make_failure(traceback="File ...")
-    assert decode_failure(encode_failure(failure)) == failure
+    assert decode_failure(encode(failure)) == failure
 
 
 def test_a_value_that_is_no_plain_data_is_kept_as_its_repr() -> None:
     trajectory = make_trajectory(extra={"path": object, "set": {2, 1}, "float": np.float32(0.5)})
-    decoded = decode_trajectory(encode_trajectory(trajectory))
+    decoded = decode_trajectory(encode(trajectory))
     assert decoded.extra == {"path": {"__repr__": "<class 'object'>"}, "set": [1, 2], "float": 0.5}
 
 
 def other_layout(change: str) -> tuple[dict[str, list[str]], bytes]:
     """A layout with one field more or less in Trajectory, and data written in it."""
     layout = copy.deepcopy(dict(LAYOUT))
-    values: list[Any] = msgpack.unpackb(encode_trajectory(make_trajectory(role="judge")))
+    values: list[Any] = msgpack.unpackb(encode(make_trajectory(role="judge")))
     if change == "added":
         layout["Trajectory"].append("mood")
         values.append("good")
@@ -138,7 +137,7 @@ def test_a_field_of_another_version_survives_in_extra() -> None:
     layout, data = other_layout("added")
     decoded = decode_trajectory(data, layout)
     assert decoded.extra == {"mood": "good"}
-    assert decode_trajectory(encode_trajectory(decoded)).extra == {"mood": "good"}
+    assert decode_trajectory(encode(decoded)).extra == {"mood": "good"}
 
 
 def test_a_field_that_an_older_version_did_not_write_reads_as_its_default() -> None:
@@ -149,7 +148,7 @@ def test_a_field_that_an_older_version_did_not_write_reads_as_its_default() -> N
 def test_turns_of_schema_1_have_neither_reward_nor_anchor() -> None:
     """As stores of the first version hold them: three places behind the mark."""
     layout = {**LAYOUT, "Turn": ["start", "end", "finish_reason"]}
-    values: list[Any] = msgpack.unpackb(encode_trajectory(make_trajectory()))
+    values: list[Any] = msgpack.unpackb(encode(make_trajectory()))
     row = values[1 + LAYOUT["Trajectory"].index("rows")][0]
     (turn,) = row[1 + LAYOUT["TokenRow"].index("turns")]
     del turn[4:]
@@ -158,11 +157,11 @@ def test_turns_of_schema_1_have_neither_reward_nor_anchor() -> None:
 
 
 def test_damaged_bytes_are_named() -> None:
-    data = encode_trajectory(make_trajectory())
+    data = encode(make_trajectory())
     with pytest.raises(InvariantError, match="is damaged"):
         decode_trajectory(data[: len(data) // 2])
 
 
 def test_a_short_trajectory_takes_few_bytes() -> None:
     """Storage is bounded: this one has five tokens."""
-    assert len(encode_trajectory(make_trajectory())) < 256
+    assert len(encode(make_trajectory())) < 256

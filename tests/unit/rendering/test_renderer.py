@@ -108,7 +108,6 @@ def test_prompt_length_counts_what_the_template_adds(chat: HfRenderer) -> None:
 
 def test_no_template_names_the_folder_and_both_fixes(tmp_path: Path) -> None:
     renderer = load_renderer(make_micro_model(tmp_path))
-    assert not renderer.has_chat_template
     with pytest.raises(ConfigError) as caught:
         renderer.render([{"role": "user", "content": "1"}])
     for words in (str(tmp_path), "chat_template.jinja", "rollout_worker.chat_template: false"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from nexrl.errors import (
@@ -42,35 +40,11 @@ def test_our_own_words_are_kept_where_they_wrap_a_foreign_error() -> None:
     )
 
 
-def test_the_last_fifty_lines_of_the_failing_components_log_come_before_the_cause(
-    tmp_path: Path,
-) -> None:
-    """FR-164: the child's log is hidden and the run just dies."""
-    log = tmp_path / "inference.log"
-    log.write_text("".join(f"line {n}\n" for n in range(200)))
-    text = format_failure(
-        ServiceError("inference ended by itself: exit code 1"), component="inference", log_path=log
-    )
-    assert "  | line 150\n" in text
-    assert "line 149" not in text
-    assert (
-        text.index("line 199")
-        < text.index("component: inference")
-        < text.index(f"log:       {log}")
-    )
-    assert text.endswith("ServiceError: inference ended by itself: exit code 1")
-
-
 def test_the_reason_is_the_first_line_of_the_cause() -> None:
     """FR-152: the name of what failed, not the last line of its log nor the group around it."""
     error = ServiceError("train ended by itself: exit code 1; the end of train.log:\n  | bye")
     reason = failure_reason(ExceptionGroup("g", [error]))
     assert reason == "ServiceError: train ended by itself: exit code 1; the end of train.log:"
-
-
-def test_a_log_that_is_absent_is_said_to_be(tmp_path: Path) -> None:
-    text = format_failure(ServiceError("x"), log_path=tmp_path / "a.log")
-    assert f"(no log at {tmp_path / 'a.log'})" in text
 
 
 def test_a_stopped_run_shows_the_traceback_of_the_user_code_that_failed() -> None:

@@ -51,6 +51,7 @@ def test_a_second_holder_is_refused_and_told_who_has_it(
     make_folder: Callable[..., RunFolder],
 ) -> None:
     folder = make_folder()
+    folder.write_origin({})
     with pytest.raises(ConfigError, match=r"is in use by process \d+; only one can write it"):
         RunFolder.open(folder.path)
     folder.close()
@@ -60,7 +61,8 @@ def test_a_second_holder_is_refused_and_told_who_has_it(
 def test_the_lock_of_a_process_that_died_is_free(tmp_path: Path) -> None:
     code = (
         "import os, sys; from nexrl.report.run_folder import RunFolder;"
-        "f = RunFolder.create(sys.argv[1], 'exp'); print(f.path, flush=True); os.kill(os.getpid(), 9)"
+        "f = RunFolder.create(sys.argv[1], 'exp'); f.config.touch(); print(f.path, flush=True);"
+        "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
@@ -107,7 +109,7 @@ def test_the_log_goes_to_the_folder_until_it_is_closed(
     make_folder: Callable[..., RunFolder],
 ) -> None:
     folder = make_folder()
-    path = folder.open_log("controller")
+    path = folder.open_log()
     logging.getLogger("nexrl").info("first")
     folder.close()
     logging.getLogger("nexrl").info("second")

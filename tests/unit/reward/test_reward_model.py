@@ -52,7 +52,7 @@ async def rows_of(model: Path) -> list[Trajectory]:
     context = WorkerContext(
         inference=None, renderer=load_renderer(model), config=config, data=DataConfig()
     )
-    worker: Any = build_worker(config, context, model)
+    worker: Any = build_worker(context, model)
     return [t for row in ROWS for t in await named_pair(worker, row)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nexrl.errors import ConfigError, DeadlineError, RewardError, UserCodeError
+from nexrl.errors import ConfigError, DeadlineError, RewardError, ServiceError, UserCodeError
 from nexrl.services.reward.local import load_reward_service
 from nexrl.services.reward.protocol import RewardService
 from nexrl.testing.virtual_time import virtual_time
@@ -28,6 +28,8 @@ class Judge:
         await asyncio.sleep(self.delay)
         if self.answer == "raise":
             raise ValueError("no idea")
+        if self.answer == "lost":
+            raise ConnectionError("the judge is gone")
         return self.answer
 
     async def aclose(self):
@@ -62,6 +64,13 @@ async def test_an_exception_or_nonsense_is_an_error_and_no_zero(
 ) -> None:
     with pytest.raises(RewardError, match=named):
         await judge(tmp_path, arguments={"answer": answer}).score("4", {})
+
+
+async def test_a_lost_connection_to_a_judge_is_infrastructure(tmp_path: Path) -> None:
+    """FR-140: retried, as for a function."""
+    with pytest.raises(ServiceError, match=r"Judge raised ConnectionError: the judge") as caught:
+        await judge(tmp_path, arguments={"answer": "lost"}).score("4", {})
+    assert caught.value.retryable
 
 
 @virtual_time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,21 +20,12 @@ from nexrl.types import Draw, RolloutRecord, Sampling
 class Rollouts:
     """A runner and every record it ended, in order."""
 
-    def __init__(self, worker: RolloutWorker, **fields: Any) -> None:
+    def __init__(self, worker: RolloutWorker, *, num_rollouts: int = 1) -> None:
         self.tracker = RecordingTracker()
         self.records: list[RolloutRecord] = []
-        policy = {k: fields.pop(k) for k in ("max_attempts", "retry_member") if k in fields}
-        defaults: dict[str, Any] = {
-            "num_rollouts": 1,
-            "deadline_s": 60.0,
-            "failure_policy": FailurePolicyConfig(retry_delay_s=0.01, **policy),
-            "max_concurrent": 64,
-            "on_deadline": "fail",
-            "run_id": "run",
-            "run_seed": 7,
-            "tracker": self.tracker,
-        }
-        self.runner = RolloutRunner(worker, **{**defaults, **fields})
+        self.runner = RolloutRunner(
+            worker, num_rollouts=num_rollouts, run_id="run", run_seed=7, tracker=self.tracker
+        )
 
     async def on_end(self, record: RolloutRecord) -> None:
         self.records.append(record)
@@ -64,12 +56,19 @@ def make_context() -> Callable[..., WorkerContext]:
 
 @pytest.fixture
 def make_rollouts() -> Callable[..., Rollouts]:
-    """Rollouts of a worker class, or of a plain step function of (worker, item)."""
+    """Rollouts of a worker class, or of a plain step function of (worker, item); `settings` are
+    keys of section rollout_worker and of its failure_policy."""
 
-    def make(step: Any, *, context: WorkerContext | None = None, **fields: Any) -> Rollouts:
+    def make(
+        step: Any, *, context: WorkerContext | None = None, num_rollouts: int = 1, **settings: Any
+    ) -> Rollouts:
         cls = (
             step if isinstance(step, type) else type("TestWorker", (RolloutWorker,), {"step": step})
         )
-        return Rollouts(cls(context or _context()), **fields)
+        retry = {k: settings.pop(k) for k in ("max_attempts", "retry_member") if k in settings}
+        settings["failure_policy"] = FailurePolicyConfig(retry_delay_s=0.01, **retry)
+        context = context or _context()
+        config = context.config.model_copy(update={"deadline_s": 60.0, **settings})
+        return Rollouts(cls(replace(context, config=config)), num_rollouts=num_rollouts)
 
     return make

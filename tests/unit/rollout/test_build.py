@@ -40,7 +40,7 @@ def build(
             **config,
         }
     )
-    return build_worker(context.config, context, folder)
+    return build_worker(context, folder)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def build(
 )
 def test_built_in_workers_by_name(make_context: Any, tmp_path: Path, kind: str, cls: type) -> None:
     context = make_context(config={"type": kind})
-    assert type(build_worker(context.config, context, tmp_path)) is cls
+    assert type(build_worker(context, tmp_path)) is cls
 
 
 async def test_a_custom_worker_of_the_recipe_runs(
@@ -66,8 +66,8 @@ async def test_a_custom_worker_of_the_recipe_runs(
         (None, "Mine", "worker.py"),
         ("def step(:\n", "Mine", r"worker.py:1"),
         (GOOD, "Other", "Other"),
-        ("class Mine: pass\n", "Mine", "not a subclass of nexrl.rollout.RolloutWorker"),
-        (HEADER + "class Mine(RolloutWorker): pass\n", "Mine", "does not define `def step"),
+        ("class Mine: pass\n", "Mine", "must be a subclass of nexrl.rollout.RolloutWorker"),
+        (HEADER + "class Mine(RolloutWorker): pass\n", "Mine", "that defines step"),
     ],
 )
 def test_a_worker_that_cannot_be_used_is_refused(
@@ -76,13 +76,6 @@ def test_a_worker_that_cannot_be_used_is_refused(
     with pytest.raises(ConfigError, match=named) as caught:
         build(make_context, tmp_path, source, name)
     assert "rollout_worker.custom_rollout_worker" in str(caught.value)
-
-
-def test_custom_without_its_pair_of_keys_is_refused(make_context: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"needs rollout_worker.custom_rollout_worker_module_path"
-    ):
-        build(make_context, tmp_path, None, custom_rollout_worker_module_path=None)
 
 
 def test_an_exception_in_the_constructor_names_file_and_line(

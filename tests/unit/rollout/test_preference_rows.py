@@ -22,7 +22,7 @@ def step(make_context: Any, tmp_path: Any) -> Any:
 
     async def call(kind: str, row: dict[str, Any], **config: Any) -> Any:
         context = make_context(inference=None, config={"type": kind, **config})
-        worker: Any = build_worker(context.config, context, tmp_path)
+        worker: Any = build_worker(context, tmp_path)
         return await worker.step(row)
 
     return call

@@ -12,12 +12,10 @@ import pytest
 from nexrl.errors import (
     ContextOverflowError,
     PolicyError,
-    RewardError,
     ServiceError,
     StoreError,
 )
 from nexrl.rollout.rollout_worker import RolloutWorker
-from nexrl.services.reward.local import make_reward_service
 from nexrl.testing.instant_inference import InstantInference
 from nexrl.testing.makers import make_draw, make_failure, make_trajectory
 from nexrl.testing.virtual_time import virtual_time
@@ -390,25 +388,6 @@ async def test_setup_runs_once_and_aclose_after_the_last(make_rollouts: Any) -> 
 
     await make_rollouts(Worker).run(make_draw(0), make_draw(1))
     assert log == ["setup", "step", "step", "aclose"]
-
-
-async def test_closing_ends_the_reward_service_even_when_the_worker_fails_to_close(
-    make_rollouts: Any, make_context: Any
-) -> None:
-    class Worker(RolloutWorker):
-        async def step(self, data_item: dict[str, Any]) -> Trajectory:
-            return make_trajectory()
-
-        async def aclose(self) -> None:
-            raise OSError("cannot flush")
-
-    blocking = make_reward_service(lambda completion: 1.0, contract="c", arguments={})
-    rollouts = make_rollouts(Worker, context=make_context(reward=blocking))
-    await blocking.score("x", {})
-    with pytest.raises(OSError, match="cannot flush"):
-        await rollouts.run()
-    with pytest.raises(RewardError, match="after the pool closed"):
-        await blocking.score("x", {})
 
 
 async def test_failing_setup_names_class_file_and_line(make_rollouts: Any) -> None:

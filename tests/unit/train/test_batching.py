@@ -10,18 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nexrl.services.train.batching import MicroBatch, micro_batches, plan_packed, plan_padded
+from nexrl.types import RowChunk
 
 LENGTHS = st.lists(st.integers(2, 12), min_size=1, max_size=20)
 
 
 def lay_out(rows: list[list[int]], *, max_tokens: int = 64, packing: bool) -> list[MicroBatch]:
-    token_ids = np.array([t for row in rows for t in row], np.int32)
-    lengths = np.array([len(row) for row in rows], np.int32)
-    wanted = np.ones(len(token_ids), np.bool_)
+    chunk = RowChunk.from_rows([np.array(row, np.int32) for row in rows])
+    wanted = np.ones(chunk.num_tokens, np.bool_)
     return list(
-        micro_batches(
-            token_ids, lengths, range(len(rows)), wanted, max_tokens=max_tokens, packing=packing
-        )
+        micro_batches(chunk, range(len(rows)), wanted, max_tokens=max_tokens, packing=packing)
     )
 
 

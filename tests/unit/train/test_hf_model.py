@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from nexrl.config.schema import TrainServiceConfig
 from nexrl.errors import ConfigError, InvariantError
 from nexrl.services.train.backends.hf_model import (
     LoadedModel,
@@ -20,7 +21,7 @@ from nexrl.services.train.backends.hf_model import (
     load_value_model,
     row_values,
 )
-from nexrl.services.train.backends.torch_policy import ComputeSettings, TorchPolicy
+from nexrl.services.train.backends.torch_policy import TorchPolicy
 from nexrl.services.train.publication import write_model_files
 from nexrl.testing.contracts.train_subject import contract_chunk
 from nexrl.testing.tiny_models import make_micro_model
@@ -65,9 +66,8 @@ def load(folder: Path) -> LoadedModel:
 
 
 def make_policy(model: LoadedModel, **changes: Any) -> TorchPolicy:
-    settings = {"autocast": False, "gradient_checkpointing": False, "packing": False, **changes}
-    compute = ComputeSettings(device=CPU, micro_batch_tokens=64, **settings)
-    return TorchPolicy("actor", model, compute, trainable=True, stop=threading.Event())
+    config = TrainServiceConfig(micro_batch_tokens=64, **changes)
+    return TorchPolicy("actor", model, config, trainable=True, stop=threading.Event())
 
 
 def logprobs(model: LoadedModel, **changes: Any) -> np.ndarray[Any, Any]:

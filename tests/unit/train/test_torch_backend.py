@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -258,6 +259,19 @@ async def test_actor_and_critic_have_gradients_and_optimizers_of_their_own(model
             alone.append((await service.optim_step("actor", STEP)).grad_norm)
         assert alone[0] == alone[1]
         assert (await service.info("critic")).optimizer_step == 1
+
+
+async def test_dropped_policy_frees_its_weights_and_moments(model: str) -> None:
+    async with hosting(model) as service:
+        await service.create(ModelSpec(policy="critic", copy_of="actor", head="value"))
+        await train_critic(service, 0)
+        hosted = service._policies["critic"]
+        parts = [
+            weakref.ref(part) for part in (hosted.model.module, *hosted.optimizer.state().values())
+        ]
+        del hosted
+        await service.drop("critic")
+        assert [part() for part in parts] == [None] * len(parts)
 
 
 async def test_state_written_before_there_were_heads_is_a_language_model(

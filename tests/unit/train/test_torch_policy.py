@@ -14,9 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nexrl.config.schema import TrainServiceConfig
 from nexrl.errors import InvariantError, ServiceError
 from nexrl.services.train.backends.hf_model import LoadedModel, load_model
-from nexrl.services.train.backends.torch_policy import ComputeSettings, TorchPolicy
+from nexrl.services.train.backends.torch_policy import TorchPolicy
 from nexrl.testing.contracts.train_subject import contract_chunk, single_rows
 from nexrl.testing.tiny_models import make_micro_model
 from nexrl.types import FloatArray, LossSpec, OptimParams, RowChunk
@@ -27,9 +28,7 @@ GSPO = LossSpec(name="gspo", config={"clip_low": 0.5, "clip_high": 0.5})
 TOP_K = LossSpec(name="reverse_kl_top_k", config={"entropy_coefficient": 0.1})
 VALUE = LossSpec(name="value")
 CROSS_ENTROPY = LossSpec(name="cross_entropy")
-SETTINGS = ComputeSettings(
-    device=CPU, autocast=False, gradient_checkpointing=False, micro_batch_tokens=512, packing=False
-)
+CONFIG = TrainServiceConfig(micro_batch_tokens=512)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def make_policy(model: LoadedModel, **changes: Any) -> TorchPolicy:
     return TorchPolicy(
         "actor",
         model.copied(),
-        replace(SETTINGS, **changes),
+        CONFIG.model_copy(update=changes),
         trainable=True,
         stop=threading.Event(),
     )
@@ -219,7 +218,7 @@ def test_value_of_zero_moves_the_head_before_the_backbone(model: LoadedModel) ->
     assert policy.info().num_parameters == sum(p.numel() for p in (*backbone, head))
 
 
-@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"autocast": True}])
+@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"dtype": "bfloat16"}])
 def test_value_gradient_with_less_memory(
     value_model: LoadedModel, changes: dict[str, bool]
 ) -> None:
@@ -229,7 +228,7 @@ def test_value_gradient_with_less_memory(
         gradient_of(value_model, [chunk], VALUE, **changes),
     )
     cosine = np.dot(exact[1], found[1]) / np.linalg.norm(exact[1]) / np.linalg.norm(found[1])
-    assert cosine > (0.98 if "autocast" in changes else 1 - 1e-6)
+    assert cosine > (0.98 if "dtype" in changes else 1 - 1e-6)
 
 
 def test_candidates_that_are_padding_are_not_looked_at(model: LoadedModel) -> None:
@@ -339,7 +338,7 @@ def test_checkpointing_recomputes_the_same_gradient(model: LoadedModel) -> None:
 def test_autocast_is_near_float32_and_keeps_float32_masters(model: LoadedModel) -> None:
     chunk = contract_chunk(loss="ppo")
     _, exact = gradient_of(model, [chunk], PPO)
-    policy = make_policy(model, autocast=True)
+    policy = make_policy(model, dtype="bfloat16")
     policy.forward_backward(chunk, PPO, ())
     rough = gradient(policy)
     assert rough.dtype == np.float32
@@ -374,7 +373,7 @@ def test_temperature_zero_has_no_logprobs(model: LoadedModel) -> None:
 
 def test_gradient_cut_off_by_closing_is_not_stepped_on(model: LoadedModel) -> None:
     stop = threading.Event()
-    policy = TorchPolicy("actor", model.copied(), SETTINGS, trainable=True, stop=stop)
+    policy = TorchPolicy("actor", model.copied(), CONFIG, trainable=True, stop=stop)
     policy.forward_backward(contract_chunk(), CROSS_ENTROPY, ())
     stop.set()
     with pytest.raises(ServiceError, match="closing"):
@@ -399,5 +398,5 @@ def test_model_folder_is_untouched_by_a_copy(model: LoadedModel, tmp_path: Path)
     policy.forward_backward(contract_chunk(), CROSS_ENTROPY, ())
     copied = policy.model.copied()
     assert all(p.grad is None for p in copied.module.parameters())
-    assert policy.has_gradient
+    assert policy.pending.exists
     assert np.abs(gradient(policy)).max() > 0

@@ -9,13 +9,14 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from nexrl.errors import ConfigError, DeadlineError, ServiceError
+from nexrl.errors import ConfigError, DeadlineError, InvariantError, ServiceError
 from nexrl.services.http import HttpClient
 from nexrl.services.train import client as client_module
 from nexrl.services.train.client import HttpTrainService
@@ -31,7 +32,7 @@ class SlowTrain(InstantTrain):
     """Holds forward_backward until released; counts how many were started."""
 
     def __init__(self) -> None:
-        super().__init__(write_publications=False)
+        super().__init__()
         self.started = asyncio.Condition()
         self.num_started = 0
         self.release = asyncio.Event()
@@ -80,10 +81,8 @@ class FragileDoor:
 
 
 @asynccontextmanager
-async def serving(
-    service: InstantTrain, *, door: FragileDoor | None = None, **settings: float
-) -> AsyncIterator[str]:
-    app = make_train_app(service, **settings)  # type: ignore[arg-type]
+async def serving(service: InstantTrain, *, door: FragileDoor | None = None) -> AsyncIterator[str]:
+    app = make_train_app(service)
     if door is not None:
         app.middlewares.insert(0, door.middleware())
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
@@ -162,6 +161,22 @@ async def test_cancelled_call_does_not_hold_up_the_next() -> None:
         service.release.set()
         await first
         assert (await client.optim_step("actor", STEP)).optimizer_step == 1
+
+
+@pytest.mark.parametrize("unsendable", [object(), 1 << 80])
+async def test_call_that_cannot_be_sent_does_not_hold_up_the_next(unsendable: Any) -> None:
+    """It has no place in the order, also while an earlier one runs."""
+    service = SlowTrain()
+    async with connected(service) as client:
+        first = asyncio.ensure_future(
+            client.forward_backward("actor", contract_chunk(), CROSS_ENTROPY)
+        )
+        await service.wait_for(1)
+        with pytest.raises((InvariantError, OverflowError)):
+            await client.save_state("actor", unsendable)
+        assert (await client.info("actor")).optimizer_step == 0
+        service.release.set()
+        await first
 
 
 async def test_deadline_of_a_call_is_kept_and_the_next_call_works() -> None:

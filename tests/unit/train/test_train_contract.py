@@ -15,6 +15,7 @@ from nexrl.services.train.protocol import TrainService
 from nexrl.services.train.server import make_train_app
 from nexrl.testing.contracts.train import ARITHMETIC_CHECKS, MOMENT_CHECKS, STRUCTURE_CHECKS
 from nexrl.testing.contracts.train_subject import Check, TrainSubject
+from nexrl.testing.fake_train import FakeTrainService
 from nexrl.testing.instant_train import InstantTrain
 from nexrl.testing.tiny_models import make_micro_model
 from nexrl.testing.toy_train_service import ToyTrainService
@@ -42,7 +43,7 @@ async def over_http(service: TrainService) -> AsyncIterator[TrainService]:
 
 @asynccontextmanager
 async def make_service(kind: str) -> AsyncIterator[TrainService]:
-    inner: InstantTrain | ToyTrainService | TorchTrainService
+    inner: FakeTrainService | TorchTrainService
     match kind.removesuffix("-http"):
         case "instant":
             inner = InstantTrain(max_positions=64)

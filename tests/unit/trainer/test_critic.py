@@ -76,6 +76,22 @@ async def test_warm_up_trains_the_critic_alone() -> None:
     assert not np.array_equal(before, service.tables["actor"])
 
 
+async def test_a_falling_learning_rate_ends_with_the_stage_though_the_critic_warmed_up_first() -> (
+    None
+):
+    """A batch that trains the critic alone takes no step of the policy, and none of its schedule."""
+    service = ToyTrainService()
+    trainer = await make_ppo(
+        service,
+        num_steps=6,
+        algorithm={"critic": {**GAE["critic"], "warmup_batches": 2}},
+        optimizer={"lr": 1.0, "schedule": "linear", "grad_clip_norm": 0.0},
+    )
+    reports = [await trainer.train_batch(batch_of(service)) for _ in range(6)]
+    rates = [report.metrics["lr"] for report in reports[2:]]
+    assert rates == [1.0, 0.75, 0.5, 0.25]
+
+
 async def test_any_split_into_chunks_gives_the_same_critic() -> None:
     found = []
     for num_bytes in (10**6, 1024):

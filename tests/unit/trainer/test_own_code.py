@@ -53,6 +53,10 @@ def plain(outputs, inputs, settings):
     return 1.0
 
 
+def detached(outputs, inputs, settings):
+    return outputs["logprobs"].detach() * inputs["advantage"]
+
+
 def broken(outputs, inputs, settings):
     return inputs["nothing"]
 
@@ -82,6 +86,28 @@ def judged(inputs, settings):
 
 
 judged.needs = ("greedy_rewards",)
+
+
+def penalised(inputs, settings):
+    assert not inputs.rewards.any()
+    return inputs.token_rewards
+
+
+penalised.needs = ("token_rewards",)
+
+
+def misspelt(inputs, settings):
+    return inputs.rewards
+
+
+misspelt.needs = ("valuess",)
+
+
+def bare(inputs, settings):
+    return inputs.rewards
+
+
+bare.needs = "values"
 
 
 def raising(inputs, settings):
@@ -166,8 +192,13 @@ async def test_settings_of_an_own_loss_come_from_the_configuration(recipe: Path)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("short", r"mine\.py:short must return a tensor \[n\] = \[(\d+)\].*got shape \[\d+\]"),
+        (
+            "short",
+            r"mine\.py:short must return a tensor \[n\] = \[\d+\].*got shape \[\d+\] "
+            r"\(.*/mine\.py:\d+\)$",
+        ),
         ("plain", r"mine\.py:plain must return a tensor .* got float"),
+        ("detached", r"mine\.py:detached .* depends on none of the outputs"),  # trains nothing
         ("broken", r"mine\.py:broken raised KeyError: 'nothing' \(.*mine\.py:\d+\)"),
     ],
 )
@@ -213,6 +244,40 @@ async def test_an_advantage_that_is_not_finite_is_refused(recipe: Path) -> None:
 def test_what_an_own_advantage_needs_becomes_the_trainers_need(recipe: Path) -> None:
     settings: dict[str, Any] = {"algorithm": {"advantage": {"name": "mine.py:judged"}}}
     assert make_toy_trainer(recipe_dir=recipe, **settings).needs == ("reward", "greedy_reward")
+
+
+async def test_an_own_advantage_that_needs_token_rewards_gets_them_where_they_were_earned(
+    recipe: Path,
+) -> None:
+    """Else a KL penalty in the reward is part of `rewards`, one number for the trajectory."""
+    advantage = {"name": "mine.py:penalised"}
+    kl = {"coefficient": 0.5, "estimator": "k1", "placement": "reward"}
+    trainer = make_toy_trainer(
+        service := ToyTrainService(),
+        recipe_dir=recipe,
+        algorithm={"advantage": advantage, "kl": kl},
+    )
+    await trainer.setup()
+    service.tables["actor"] = service.tables["actor"] + 0.3 * np.eye(service.vocab_size)
+    await trainer.train(drawn(service, num_groups=1, size=1, reward=0.0))
+    (chunk,) = service.chunks
+    assert len(set(chunk.inputs["advantage"][chunk.inputs["weight"] != 0].tolist())) > 1
+    alone = make_toy_trainer(recipe_dir=recipe, algorithm={"advantage": advantage})
+    with pytest.raises(
+        ConfigError, match=r"needs token_rewards \(trainer\.algorithm\.kl\.placement"
+    ):
+        await alone.train(drawn(service))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("misspelt", r"'valuess'.*values"), ("bare", r"must be a tuple of names, got 'values'")],
+)
+def test_what_an_advantage_needs_is_checked_before_anything_starts(
+    recipe: Path, name: str, shown: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"advantage.name: mine.py:{name} needs .*{shown}"):
+        make_toy_trainer(recipe_dir=recipe, algorithm={"advantage": {"name": f"mine.py:{name}"}})
 
 
 @pytest.mark.parametrize("part", ["advantage", "loss"])

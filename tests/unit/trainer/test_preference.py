@@ -18,9 +18,8 @@ from nexrl.errors import ConfigError, InvariantError
 from nexrl.testing.makers import RecordingTracker
 from nexrl.testing.toy_train_service import ToyTrainService
 from nexrl.trainer.batching import flatten
-from nexrl.trainer.kto import mismatched_rows
 from nexrl.trainer.offline_trainer import OfflineTrainer
-from nexrl.trainer.preference import REFERENCE, PreferenceTrainer
+from nexrl.trainer.preference import REFERENCE, PreferenceTrainer, mismatched_rows
 from nexrl.trainer.reward_model import RewardModelTrainer
 from nexrl.trainer.trainer import TrainerContext
 from nexrl.types import ModelSpec, TokenRow, Trajectory
@@ -243,15 +242,6 @@ async def test_rows_are_trained_at_temperature_one_whatever_drew_them() -> None:
         [replace(t, rows=(replace(t.rows[0], temperature=0.0),)) for t in offline("dpo")]
     )
     assert_same_weights(drawn, plain)
-
-
-async def test_a_loss_that_does_not_fit_the_trainer_is_refused() -> None:
-    config = TrainerConfig.model_validate({"algorithm": {"loss": {"name": "reward_model"}}})
-    context = TrainerContext(
-        train_service=ToyTrainService(), config=config, tracker=RecordingTracker()
-    )
-    with pytest.raises(ConfigError, match="accepted: dpo, ipo"):
-        PreferenceTrainer(context)
 
 
 async def test_a_setting_that_the_loss_does_not_have_is_refused() -> None:

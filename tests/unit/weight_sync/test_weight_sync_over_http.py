@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -15,44 +14,20 @@ from nexrl.config.schema import WeightConfig
 from nexrl.errors import WeightSyncError
 from nexrl.services.http import make_app
 from nexrl.services.inference.client import HttpInferenceService
+from nexrl.services.inference.server import add_control_routes
 from nexrl.testing.faulty_engine import Fault, FaultyEngine
 from nexrl.testing.makers import make_tracker
 from nexrl.testing.toy_train_service import ToyTrainService
-from nexrl.types import PolicyVersion, RowChunk, WeightManifest
+from nexrl.types import PolicyVersion
 from nexrl.weight_sync.controller import WeightSyncController
-from nexrl.wire import from_plain, pack, to_plain, unpack
 
 V0, V1 = PolicyVersion(), PolicyVersion(number=1)
 
 
 def serve_engine(engine: FaultyEngine) -> web.Application:
-    """The control verbs of an engine, as the inference server offers them."""
+    """An engine behind the control verbs of the inference server."""
     app = make_app()
-
-    async def info(_: web.Request) -> web.Response:
-        return web.json_response(to_plain(await engine.info()))
-
-    def control(verb: Callable[[Any], Awaitable[Any]]) -> Any:
-        async def handle(request: web.Request) -> web.Response:
-            return web.Response(body=pack(await verb(unpack(await request.read()))))
-
-        return handle
-
-    async def score(body: Any) -> Any:
-        return {"logprobs": await engine.score(from_plain(RowChunk, body["chunk"]))}
-
-    verbs: dict[str, Callable[[Any], Awaitable[Any]]] = {
-        "pause": lambda body: engine.pause(body["mode"]),
-        "resume": lambda _: engine.resume(),
-        "load_weights": lambda body: engine.load_weights(
-            from_plain(WeightManifest, body["manifest"])
-        ),
-        "activate": lambda body: engine.activate(from_plain(PolicyVersion, body["version"])),
-        "score": score,
-    }
-    app.router.add_get("/control/info", info)
-    for name, verb in verbs.items():
-        app.router.add_post(f"/control/{name}", control(verb))
+    add_control_routes(app, engine, policy="actor")
     return app
 
 

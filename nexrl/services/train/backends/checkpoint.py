@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,10 @@ from nexrl.services.train.backends.hf_model import (
     load_model,
     to_named_tensor,
 )
-from nexrl.services.train.backends.torch_policy import TorchPolicy
 from nexrl.services.train.publication import write_model_files, write_safetensors
+
+if TYPE_CHECKING:
+    from nexrl.services.train.backends.torch_policy import TorchPolicy
 
 SCHEMA_VERSION = 1
 _OPTIMIZER_FILE, _RNG_FILE, _STATE_FILE = "optimizer.safetensors", "rng.safetensors", "state.json"
@@ -37,7 +39,7 @@ _OPTIMIZER_FILE, _RNG_FILE, _STATE_FILE = "optimizer.safetensors", "rng.safetens
 
 def save_policy(policy: TorchPolicy, path: str) -> None:
     """Write the folder, flushed to the disk before it appears."""
-    if policy.has_gradient:
+    if policy.pending.exists:
         raise InvariantError(
             f"save_state of policy {policy.name!r}: it holds a gradient that no optim_step has "
             "used, and gradients are not saved; save after optim_step or reset_optimizer"

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from nexrl.errors import ConfigError, InvariantError
 from nexrl.services.train.batching import MicroBatch, micro_batches
 from nexrl.services.train.outputs import Head
 from nexrl.services.train.publication import NamedTensor
-from nexrl.types import FloatArray, IntArray
+from nexrl.types import FloatArray, IntArray, RowChunk
 
 HEAD_KEY = "nexrl_head"
 """Entry of config.json that says `value` in the folder of a value policy."""
@@ -92,19 +91,11 @@ class LoadedModel:
                 "a value policy has no output head, so its copy cannot be a language model "
                 "(accepted: head='value')"
             )
-        parameters: list[Tensor] = [*self.named_parameters().values()]
-        gradients = [weight.grad for weight in parameters]
-        for weight in parameters:
-            weight.grad = None
-        try:
-            if head == self.head:
-                module, value_head = copy.deepcopy((self.module, self.value_head))
-            else:
-                module = copy.deepcopy(_backbone(self.module))
-                value_head = _new_value_head(self.module)
-        finally:
-            for weight, gradient in zip(parameters, gradients, strict=True):
-                weight.grad = gradient
+        if head == self.head:  # a parameter's copy has no gradient
+            module, value_head = copy.deepcopy((self.module, self.value_head))
+        else:
+            module = copy.deepcopy(_backbone(self.module))
+            value_head = _new_value_head(self.module)
         return LoadedModel(module=module, side_files=self.side_files, value_head=value_head)
 
 
@@ -160,20 +151,18 @@ def row_values(
 ) -> FloatArray:
     """[R] value of the state after each row's last token: the score of a whole row, equal to the
     output `values` at a token appended to it. `max_tokens` bounds one pass, padding included."""
-    lengths = np.array([len(row) + 1 for row in rows], np.int32)
-    if not all(1 < n <= model.max_positions + 1 for n in lengths):
+    longest = model.max_positions
+    if wrong := [len(row) for row in rows if not 0 < len(row) <= longest]:
         raise InvariantError(
-            f"rows to score must have 1 to {model.max_positions} tokens, got "
-            f"{min(lengths) - 1} to {max(lengths) - 1}"
+            f"rows to score must have 1 to {longest} tokens, got {min(wrong)} to {max(wrong)}"
         )
-    ends = np.cumsum(lengths) - 1
-    token_ids = np.zeros(int(lengths.sum()), np.int32)
-    wanted = np.zeros(len(token_ids), np.bool_)
+    chunk = RowChunk.from_rows([np.append(row, 0).astype(np.int32) for row in rows])
+    ends = chunk.offsets[1:] - 1
+    wanted = np.zeros(chunk.num_tokens, np.bool_)
     wanted[ends] = True
-    token_ids[~wanted] = np.concatenate([*rows, np.zeros(0, np.int32)])
-    values = np.zeros(len(token_ids), np.float32)
+    values = np.zeros(chunk.num_tokens, np.float32)
     for batch in micro_batches(
-        token_ids, lengths, range(len(rows)), wanted, max_tokens=max_tokens, packing=False
+        chunk, range(len(rows)), wanted, max_tokens=max_tokens, packing=False
     ):
         with torch.no_grad():
             values[batch.targets] = values_at(model, batch).cpu().numpy()
@@ -308,7 +297,13 @@ def logits_at(model: LoadedModel, batch: MicroBatch) -> Tensor:
     if head is None:
         all_logits: Tensor = module(**arguments).logits
         return all_logits.flatten(0, 1).index_select(0, slots)
-    with _only_positions(head, slots):
+
+    def choose(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The head's input [B, L, H] becomes [1, M, H]. Right padding needs no attention mask, since
+        causal attention never looks to the right."""
+        return (inputs[0].flatten(0, 1).index_select(0, slots).unsqueeze(0), *inputs[1:])
+
+    with head.register_forward_pre_hook(choose):
         logits: Tensor = module(**arguments).logits
     if logits.shape[:2] != (1, len(slots)):
         raise InvariantError(
@@ -347,38 +342,20 @@ def _arguments(module: Any, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
     return torch.from_numpy(batch.slots).to(module.device), arguments
 
 
-@contextmanager
-def _only_positions(head: nn.Module, slots: Tensor) -> Iterator[None]:
-    """The head's input [B, L, H] becomes [1, M, H]. Right padding needs no attention mask, since
-    causal attention never looks to the right."""
-
-    def choose(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0].flatten(0, 1).index_select(0, slots).unsqueeze(0), *inputs[1:])
-
-    handle = head.register_forward_pre_hook(choose)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def check_packing(model: LoadedModel) -> None:
     """Refuse packing where a model ignores restarting positions (recurrent layers, for example)."""
-    lengths = np.array([7, 4, 3], np.int32)
-    token_ids = (np.arange(14, dtype=np.int64) * 7919 % model.vocab_size).astype(np.int32)
-    wanted = np.ones(14, np.bool_)
+    ids = np.arange(14, dtype=np.int64) * 7919 % model.vocab_size
+    chunk = RowChunk.from_rows(np.split(ids, [7, 11]))
     # A fresh value head is 0 everywhere, so states are compared, not values.
     probe = logits_at if model.head == "lm" else _states_at
     found = []
     for packing in (False, True):
-        by_target: dict[int, Tensor] = {}
-        for batch in micro_batches(
-            token_ids, lengths, range(3), wanted, max_tokens=64, packing=packing
-        ):
-            with torch.no_grad():
-                rows = probe(model, batch).float().cpu()
-            by_target.update(zip(batch.targets.tolist(), rows, strict=True))
-        found.append(torch.stack([by_target[t] for t in sorted(by_target)]))
+        [batch] = micro_batches(
+            chunk, range(3), np.ones(14, np.bool_), max_tokens=64, packing=packing
+        )
+        with torch.no_grad():
+            rows = probe(model, batch).float().cpu()
+        found.append(rows[np.argsort(batch.targets)])
     scale = float(found[0].abs().max()) or 1.0
     difference = float((found[0] - found[1]).abs().max()) / scale
     if difference > _PACKING_TOLERANCE:

@@ -7,7 +7,6 @@ sums over tokens, so any cut into micro-batches gives the same gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,26 +16,16 @@ from nexrl.services.train.chunk_checks import row_numbers
 from nexrl.services.train.policy_door import LossCall
 from nexrl.types import CANDIDATE_IDS, Array, FloatArray, RowChunk
 
-
-@dataclass(frozen=True, slots=True)
-class ScoredTokens:
-    """What one micro-batch computed: entry m speaks of the chunk's token targets[m]."""
-
-    targets: Array
-    """[M] positions in the chunk; those of a row stand together, in order."""
-    outputs: Mapping[str, Tensor]
-    """[M, ...] by name."""
-
-
-Objective = Callable[[ScoredTokens], Tensor]
+Objective = Callable[[Array, Mapping[str, Tensor]], Tensor]
+"""Of targets [M], positions in the chunk (those of a row stand together, in order), and the model's
+outputs at them, [M, ...] by name."""
 
 
 def loss_objective(call: LossCall, chunk: RowChunk) -> Objective:
     """Sum of weight x term over the trained tokens alone: what an untrained one holds, be it NaN,
     cannot reach the loss."""
 
-    def objective(scored: ScoredTokens) -> Tensor:
-        targets, outputs = scored.targets, scored.outputs
+    def objective(targets: Array, outputs: Mapping[str, Tensor]) -> Tensor:
         chosen = call.trained[targets]
         device = next(iter(outputs.values())).device
         if not chosen.all():
@@ -56,11 +45,11 @@ def loss_objective(call: LossCall, chunk: RowChunk) -> Objective:
 def gradient_objective(gradients: Mapping[str, FloatArray]) -> Objective:
     """Sum over outputs o of <gradients[o], o>, whose gradient is the one given."""
 
-    def objective(scored: ScoredTokens) -> Tensor:
+    def objective(targets: Array, outputs: Mapping[str, Tensor]) -> Tensor:
         parts = []
         for name, gradient in gradients.items():
-            values = scored.outputs[name]
-            given = _as_tensor(name, gradient[scored.targets], values.device)
+            values = outputs[name]
+            given = _as_tensor(name, gradient[targets], values.device)
             parts.append((values * given).sum())
         return torch.stack(parts).sum()
 

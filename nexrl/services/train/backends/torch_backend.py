@@ -8,44 +8,27 @@ so makes calls take effect in the order in which they were started; the event lo
 from __future__ import annotations
 
 import asyncio
-import functools
+import gc
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from nexrl.config.schema import TrainServiceConfig
 from nexrl.errors import ConfigError, ServiceError
-from nexrl.services.train.backends.checkpoint import load_policy, save_policy
-from nexrl.services.train.backends.hf_model import (
-    check_packing,
-    export_side_files,
-    export_tensors,
-    load_model,
-)
-from nexrl.services.train.backends.torch_policy import ComputeSettings, TorchPolicy
-from nexrl.services.train.publication import publish
-from nexrl.types import (
-    BackwardOutput,
-    FloatArray,
-    ForwardOutput,
-    LossSpec,
-    ModelSpec,
-    OptimParams,
-    OptimResult,
-    PolicyVersion,
-    RowChunk,
-    TrainInfo,
-    WeightManifest,
-)
+from nexrl.services.train.backends.hf_model import check_packing, load_model
+from nexrl.services.train.backends.torch_policy import TorchPolicy
+from nexrl.services.train.policy_door import check_source, find_policy
+from nexrl.services.train.verbs import TrainVerbs
+from nexrl.types import ModelSpec, TrainInfo
 
 T = TypeVar("T")
 
 
-class TorchTrainService:
+class TorchTrainService(TrainVerbs):
     """`TrainService` over `TorchPolicy`s, one for each policy name.
 
     Invariant: policies are touched by the worker thread only. A call that is cancelled before its
@@ -74,66 +57,17 @@ class TorchTrainService:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
-    # --- verbs --------------------------------------------------------------------------------
-
     async def create(self, spec: ModelSpec) -> TrainInfo:
         """Load a model, or copy a hosted one, under a policy name."""
-        return await self._submit(self._create, spec)
+        return await self._submit(lambda: self._create(spec))
 
-    async def forward(
-        self, policy: str, chunk: RowChunk, *, outputs: tuple[str, ...] = ("logprobs",)
-    ) -> ForwardOutput:
-        """Named per-token outputs without gradients."""
-        return await self._submit(lambda: self._get(policy).forward(chunk, outputs))
+    async def drop(self, policy: str) -> None:
+        """Forget a policy and free its memory; idempotent."""
+        await self._submit(lambda: self._drop(policy))
 
-    async def forward_backward(
-        self,
-        policy: str,
-        chunk: RowChunk,
-        loss: LossSpec,
-        *,
-        outputs: tuple[str, ...] = ("logprobs",),
-    ) -> BackwardOutput:
-        """Add the gradient of a named loss."""
-        return await self._submit(lambda: self._get(policy).forward_backward(chunk, loss, outputs))
-
-    async def backward(
-        self, policy: str, chunk: RowChunk, gradients: Mapping[str, FloatArray]
-    ) -> BackwardOutput:
-        """Add the gradient of sum over outputs o of <gradients[o], o>; reports no outputs."""
-        return await self._submit(lambda: self._get(policy).backward(chunk, gradients))
-
-    async def optim_step(self, policy: str, params: OptimParams) -> OptimResult:
-        """Clip, step, and zero the gradient."""
-        return await self._submit(lambda: self._get(policy).optim_step(params))
-
-    async def save_state(self, policy: str, path: str) -> None:
-        """Write weights, optimizer, RNG and counters; refused while a gradient is pending."""
-        await self._submit(lambda: save_policy(self._get(policy), path))
-
-    async def load_state(self, policy: str, path: str, *, with_optimizer: bool = True) -> TrainInfo:
-        """Read a folder of `save_state` into a hosted policy."""
-
-        def load() -> TrainInfo:
-            hosted = self._get(policy)
-            load_policy(hosted, path, with_optimizer=with_optimizer)
-            return hosted.info()
-
-        return await self._submit(load)
-
-    async def publish_weights(
-        self, policy: str, version: PolicyVersion, path: str, *, unchanged: bool = False
-    ) -> WeightManifest:
-        """Write a publication in the compute dtype: float32, or bfloat16 under autocast."""
-        return await self._submit(self._publish, policy, version, path, unchanged)
-
-    async def reset_optimizer(self, policy: str) -> None:
-        """Forget optimizer moments and accumulated gradients."""
-        await self._submit(lambda: self._get(policy).reset_optimizer())
-
-    async def info(self, policy: str) -> TrainInfo:
-        """Sizes, counters and time spent."""
-        return await self._submit(lambda: self._get(policy).info())
+    async def _call(self, result: type[T], policy: str, verb: str, **arguments: Any) -> T:
+        """The method of that name of the hosted policy."""
+        return await self._submit(lambda: getattr(self._get(policy), verb)(**arguments))
 
     async def aclose(self) -> None:
         """End the worker thread and free the models; idempotent."""
@@ -144,11 +78,7 @@ class TorchTrainService:
     # --- in the worker thread -----------------------------------------------------------------
 
     def _create(self, spec: ModelSpec) -> TrainInfo:
-        if bool(spec.path) == bool(spec.copy_of):
-            raise ConfigError(
-                f"policy {spec.policy!r}: give either path or copy_of, got path={spec.path!r} and "
-                f"copy_of={spec.copy_of!r}"
-            )
+        check_source(spec)
         if spec.copy_of:
             model = self._get(spec.copy_of).model.copied(spec.head)
         else:
@@ -156,56 +86,34 @@ class TorchTrainService:
             model = load_model(spec.path, setting=setting, device=self._device, head=spec.head)
         if self._config.packing:
             check_packing(model)
-        config = self._config
         policy = TorchPolicy(
-            spec.policy,
-            model,
-            ComputeSettings(
-                device=self._device,
-                autocast=config.dtype == "bfloat16",
-                gradient_checkpointing=config.gradient_checkpointing,
-                micro_batch_tokens=config.micro_batch_tokens,
-                packing=config.packing,
-            ),
-            trainable=spec.trainable,
-            stop=self._stop,
+            spec.policy, model, self._config, trainable=spec.trainable, stop=self._stop
         )
         self._policies[spec.policy] = policy
         return policy.info()
 
-    def _publish(
-        self, policy: str, version: PolicyVersion, path: str, unchanged: bool
-    ) -> WeightManifest:
-        hosted = self._get(policy)
-        dtype = torch.bfloat16 if self._config.dtype == "bfloat16" else torch.float32
-        with hosted.timed_publish():
-            return publish(
-                path,
-                version,
-                export_tensors(hosted.model, dtype),
-                export_side_files(hosted.model, dtype),
-                unchanged=unchanged,
-            )
+    def _drop(self, policy: str) -> None:
+        if self._policies.pop(policy, None) is not None:
+            gc.collect()  # modules of transformers may hold each other
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # for the other processes on the device
 
     def _get(self, policy: str) -> TorchPolicy:
-        if policy not in self._policies:
-            raise ConfigError(
-                f"no policy is named {policy!r} (hosted here: {sorted(self._policies)})"
-            )
-        return self._policies[policy]
+        return find_policy(self._policies, policy)
 
-    async def _submit(self, function: Callable[..., T], *arguments: object) -> T:
+    async def _submit(self, function: Callable[[], T]) -> T:
         """Queue work for the thread; the queue's order is the order in which calls started."""
+
+        def job() -> T:
+            self._refuse_if_closed()
+            return function()
+
+        self._refuse_if_closed()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, job)
+
+    def _refuse_if_closed(self) -> None:
         if self._stop.is_set():
             raise ServiceError("the train service is closed", retryable=False)
-        loop = asyncio.get_running_loop()
-        job = functools.partial(self._run, function, *arguments)
-        return await loop.run_in_executor(self._executor, job)
-
-    def _run(self, function: Callable[..., T], *arguments: object) -> T:
-        if self._stop.is_set():
-            raise ServiceError("the train service is closing", retryable=False)
-        return function(*arguments)
 
 
 def _device(name: str) -> torch.device:

@@ -9,29 +9,38 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nexrl.config.schema import TrainServiceConfig
 from nexrl.errors import InvariantError, ServiceError
 from nexrl.services.train.backends.adamw import AdamW
-from nexrl.services.train.backends.hf_model import LoadedModel, enable_checkpointing
-from nexrl.services.train.backends.model_outputs import outputs_at
+from nexrl.services.train.backends.checkpoint import load_policy, save_policy
+from nexrl.services.train.backends.hf_model import (
+    LoadedModel,
+    enable_checkpointing,
+    export_side_files,
+    export_tensors,
+    logits_at,
+    values_at,
+)
 from nexrl.services.train.backends.objectives import (
     Objective,
-    ScoredTokens,
     gradient_objective,
     loss_objective,
 )
+from nexrl.services.train.backends.token_scores import token_scores, top_scores
 from nexrl.services.train.batching import MicroBatch, micro_batches
 from nexrl.services.train.chunk_checks import rows_with, scored_positions
-from nexrl.services.train.outputs import OFFERED, empty_output
+from nexrl.services.train.outputs import OFFERED, empty_output, top_count
 from nexrl.services.train.policy_door import PendingGradient, PolicyDoor
+from nexrl.services.train.publication import publish
 from nexrl.types import (
+    CANDIDATE_IDS,
     OUTPUT_MASK,
     Array,
     BackwardOutput,
@@ -41,25 +50,11 @@ from nexrl.types import (
     LossSpec,
     OptimParams,
     OptimResult,
+    PolicyVersion,
     RowChunk,
     TrainInfo,
+    WeightManifest,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeSettings:
-    """How a policy's arithmetic is run; never what it computes, beyond rounding."""
-
-    device: torch.device
-    """Where it runs."""
-    autocast: bool
-    """Matrix products in bfloat16 over float32 masters."""
-    gradient_checkpointing: bool
-    """Recompute activations in the backward pass."""
-    micro_batch_tokens: int
-    """Most tokens, padding included, in one micro-batch."""
-    packing: bool
-    """Several rows in one sequence."""
 
 
 class TorchPolicy:
@@ -73,18 +68,20 @@ class TorchPolicy:
         self,
         name: str,
         model: LoadedModel,
-        settings: ComputeSettings,
+        config: TrainServiceConfig,
         *,
         trainable: bool,
         stop: threading.Event,
     ) -> None:
         self.name = name
         self.model = model
+        self.device: torch.device = model.module.device
         self.optimizer_step = 0
         self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "publish": 0.0}
-        self._settings = settings
+        self.pending = PendingGradient(name)
+        self._config = config
+        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._stop = stop
-        self._pending = PendingGradient(name)
         self._door = PolicyDoor(
             policy=name,
             head=model.head,
@@ -95,7 +92,7 @@ class TorchPolicy:
         parameters = model.named_parameters()
         for parameter in parameters.values():
             parameter.requires_grad_(trainable)
-        self._checkpointing = trainable and settings.gradient_checkpointing
+        self._checkpointing = trainable and config.gradient_checkpointing
         if self._checkpointing:
             enable_checkpointing(model.module)
         self.optimizer = AdamW(parameters if trainable else {})
@@ -114,7 +111,7 @@ class TorchPolicy:
     ) -> BackwardOutput:
         """Add the gradient of sum(weight x term); the loss is that sum."""
         self._door.require_trainable()
-        with self._pending.whole_or_broken():
+        with self.pending.whole_or_broken():
             call = self._door.check_loss(chunk, loss, outputs)
             found = {name: empty_output(name, chunk) for name in outputs}
             objective = loss_objective(call, chunk)
@@ -124,7 +121,7 @@ class TorchPolicy:
     def backward(self, chunk: RowChunk, gradients: Mapping[str, FloatArray]) -> BackwardOutput:
         """Add the gradient of sum over outputs o of <gradients[o], o>, by running forward again."""
         self._door.require_trainable()
-        with self._pending.whole_or_broken():
+        with self.pending.whole_or_broken():
             trained = self._door.check_backward(chunk, gradients)
             objective = gradient_objective(gradients)
             self._accumulate(chunk, trained, objective, tuple(gradients), {})
@@ -134,7 +131,7 @@ class TorchPolicy:
         """Clip, step and zero the gradient; one that is not finite is reported, not applied."""
         self._door.require_trainable()
         try:
-            self._pending.take()
+            self.pending.take()
         except InvariantError:
             self.optimizer.zero_grad()
             raise
@@ -143,10 +140,19 @@ class TorchPolicy:
         self.optimizer_step += applied
         return OptimResult(grad_norm=grad_norm, applied=applied, optimizer_step=self.optimizer_step)
 
+    def save_state(self, path: str) -> None:
+        """Write the whole state; refused while a gradient is pending."""
+        save_policy(self, path)
+
+    def load_state(self, path: str, with_optimizer: bool) -> TrainInfo:
+        """Read a folder of `save_state`."""
+        load_policy(self, path, with_optimizer=with_optimizer)
+        return self.info()
+
     def reset_optimizer(self) -> None:
         """Forget moments and gradient; the count of steps goes on."""
         self.optimizer.reset()
-        self._pending.forget()
+        self.pending.forget()
 
     def info(self) -> TrainInfo:
         """Sizes, counters and time spent."""
@@ -156,29 +162,20 @@ class TorchPolicy:
             num_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             vocab_size=self.model.vocab_size,
             max_positions=self.model.max_positions,
-            dtype="bfloat16" if self._settings.autocast else "float32",
+            dtype=self._config.dtype,
             optimizer_step=self.optimizer_step,
-            device=str(self._settings.device),
+            device=str(self.device),
             losses=self._door.losses,
             outputs=OFFERED[self.model.head],
             seconds=dict(self.seconds),
         )
 
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self._settings.device
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether chunks were accumulated since the last optimizer step."""
-        return self._pending.exists
-
-    @contextmanager
-    def timed_publish(self) -> Iterator[None]:
-        """Counts the block's seconds as `publish`."""
+    def publish_weights(self, version: PolicyVersion, path: str, unchanged: bool) -> WeightManifest:
+        """Write a publication in the compute dtype: float32, or bfloat16 under autocast."""
         with self._timed("publish"):
-            yield
+            tensors = export_tensors(self.model, self._dtype)
+            side_files = export_side_files(self.model, self._dtype)
+            return publish(path, version, tensors, side_files, unchanged=unchanged)
 
     # --- passes -------------------------------------------------------------------------------
 
@@ -197,14 +194,14 @@ class TorchPolicy:
         training_rows = rows_with(chunk, trained)
         totals: list[Tensor] = []
         for batch in self._micro_batches(chunk, training_rows, positions):
-            self._pending.added()
+            self.pending.added()
             with self._timed("forward"):
-                scored = self._score(batch, chunk, {*needed, *found}, grad=True)
-                total = objective(scored)
+                outputs = self._score(batch, chunk, {*needed, *found}, grad=True)
+                total = objective(batch.targets, outputs)
             with self._timed("backward"):
                 total.backward()  # type: ignore[no-untyped-call]
             totals.append(total.detach())
-            _record(scored, found)
+            _record(batch, outputs, found)
         if found:
             others = np.setdiff1d(rows_with(chunk, wanted), training_rows)
             self._score_rows(chunk, others, wanted, found)
@@ -217,19 +214,18 @@ class TorchPolicy:
     ) -> None:
         for batch in self._micro_batches(chunk, rows, positions):
             with self._timed("forward"):
-                scored = self._score(batch, chunk, set(found), grad=False)
-            _record(scored, found)
+                outputs = self._score(batch, chunk, set(found), grad=False)
+            _record(batch, outputs, found)
 
     def _micro_batches(
         self, chunk: RowChunk, rows: Array, positions: BoolArray
     ) -> Iterator[MicroBatch]:
         for batch in micro_batches(
-            chunk.token_ids,
-            chunk.lengths,
+            chunk,
             rows.tolist(),
             positions,
-            max_tokens=self._settings.micro_batch_tokens,
-            packing=self._settings.packing,
+            max_tokens=self._config.micro_batch_tokens,
+            packing=self._config.packing,
         ):
             if self._stop.is_set():
                 raise ServiceError("the train service is closing", retryable=False)
@@ -237,13 +233,41 @@ class TorchPolicy:
 
     def _score(
         self, batch: MicroBatch, chunk: RowChunk, names: set[str], *, grad: bool
-    ) -> ScoredTokens:
+    ) -> dict[str, Tensor]:
+        """[M, ...] at least the named outputs at the batch's targets, in float32 (ids in int64);
+        differentiable where there are gradients, except for top-K."""
         if self._checkpointing:
             # Checkpointing acts only in training mode; dropout is off in both.
             self.model.module.train(grad)
         with torch.set_grad_enabled(grad):
-            outputs = outputs_at(self.model, batch, chunk, names, autocast=self._settings.autocast)
-        return ScoredTokens(batch.targets, outputs)
+            return self._outputs_at(batch, chunk, names)
+
+    def _outputs_at(
+        self, batch: MicroBatch, chunk: RowChunk, names: Collection[str]
+    ) -> dict[str, Tensor]:
+        model = self.model
+        is_autocast = self._dtype == torch.bfloat16
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=is_autocast):
+            if model.head == "value":
+                return {"values": values_at(model, batch)}
+            logits = logits_at(model, batch)
+        candidates = None
+        if "candidate_logprobs" in names:
+            # Within the vocabulary wherever they count; elsewhere they may be padding.
+            ids = np.clip(chunk.inputs[CANDIDATE_IDS][batch.targets], 0, model.vocab_size - 1)
+            candidates = torch.from_numpy(ids.astype(np.int64)).to(self.device)
+        targets = torch.from_numpy(chunk.token_ids[batch.targets].astype(np.int64)).to(self.device)
+        outputs = token_scores(
+            logits,
+            targets,
+            temperature=chunk.temperature,
+            with_entropy="entropy" in names,
+            candidates=candidates,
+        )
+        for num_top in sorted({k for name in names if (k := top_count(name))}):
+            ids_top, logprobs_top = top_scores(logits, num_top, temperature=chunk.temperature)
+            outputs |= {f"top_ids:{num_top}": ids_top, f"top_logprobs:{num_top}": logprobs_top}
+        return outputs
 
     @contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
@@ -254,11 +278,11 @@ class TorchPolicy:
             self.seconds[kind] += self._now() - start
 
     def _now(self) -> float:
-        if self._settings.device.type == "cuda":
-            torch.cuda.synchronize(self._settings.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
-def _record(scored: ScoredTokens, found: dict[str, Array]) -> None:
+def _record(batch: MicroBatch, outputs: Mapping[str, Tensor], found: dict[str, Array]) -> None:
     for name, array in found.items():
-        array[scored.targets] = scored.outputs[name].detach().cpu().numpy()
+        array[batch.targets] = outputs[name].detach().cpu().numpy()

@@ -7,7 +7,6 @@ by the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +17,6 @@ from nexrl.types import FloatArray, PolicyVersion
 
 _TOKENS_CHUNK = 64
 _U64_MASK = (1 << 64) - 1
-_FIELDS: tuple[tuple[str, Any], ...] = (
-    ("lengths", np.int64),
-    ("drawn", np.int64),
-    ("limits", np.int64),
-    ("last_tokens", np.int64),
-    ("seeds", np.uint64),
-    ("temperature", np.float32),
-    ("top_p", np.float32),
-    ("top_k", np.int64),
-    ("watched", np.bool_),
-)
 
 
 class ActiveBatch:
@@ -38,21 +26,16 @@ class ActiveBatch:
     number of tokens slot i holds; `tokens[i, :drawn[i]]` are all tokens drawn, earlier runs included.
     """
 
-    lengths: npt.NDArray[np.int64]
-    drawn: npt.NDArray[np.int64]
-    limits: npt.NDArray[np.int64]
-    last_tokens: npt.NDArray[np.int64]
-    seeds: npt.NDArray[np.uint64]
-    temperature: FloatArray
-    top_p: FloatArray
-    top_k: npt.NDArray[np.int64]
-    watched: npt.NDArray[np.bool_]
-
     def __init__(self, max_size: int) -> None:
         self.max_size = max_size
         self.choices: list[Choice] = []
-        for name, dtype in _FIELDS:
-            setattr(self, name, np.zeros(max_size, dtype))
+        self.lengths = np.zeros(max_size, np.int64)
+        self.limits = np.zeros(max_size, np.int64)
+        self.last_tokens = np.zeros(max_size, np.int64)
+        self.watched = np.zeros(max_size, np.bool_)
+        self._settings = DrawSettings.same(max_size, seed=0)
+        # A token's position within its completion is the number of those drawn before it.
+        self.drawn = self._settings.positions
         self.tokens = np.zeros((max_size, _TOKENS_CHUNK), np.int32)
         self.logprobs = np.zeros((max_size, _TOKENS_CHUNK), np.float32)
 
@@ -69,14 +52,15 @@ class ActiveBatch:
     def append(self, choices: Sequence[Choice], version: PolicyVersion) -> None:
         """Add choices whose contexts the cache now holds."""
         for row, choice in enumerate(choices, start=self.size):
-            sampling, num_drawn = choice.request.sampling, len(choice.token_ids)
-            self.lengths[row] = len(choice.request.prompt) + num_drawn
+            call, num_drawn = choice.request.call, len(choice.token_ids)
+            sampling = call.sampling
+            self.lengths[row] = len(call.prompt) + num_drawn
             self.drawn[row] = num_drawn
             self.limits[row] = choice.limit
-            self.seeds[row] = choice.request.seeds[choice.index] & _U64_MASK
-            self.temperature[row] = sampling.temperature
-            self.top_p[row] = sampling.top_p
-            self.top_k[row] = sampling.top_k or 0
+            self._settings.seeds[row] = call.seeds[choice.index] & _U64_MASK
+            self._settings.temperature[row] = sampling.temperature
+            self._settings.top_p[row] = sampling.top_p
+            self._settings.top_k[row] = sampling.top_k or 0
             self.watched[row] = bool(
                 choice.request.streamed or choice.stop_text or sampling.stop_token_ids
             )
@@ -88,14 +72,7 @@ class ActiveBatch:
 
     def draw_settings(self, first: int, last: int) -> DrawSettings:
         """How rows [first, last) draw their next token."""
-        rows = slice(first, last)
-        return DrawSettings(
-            seeds=self.seeds[rows],
-            positions=self.drawn[rows],
-            temperature=self.temperature[rows],
-            top_p=self.top_p[rows],
-            top_k=self.top_k[rows],
-        )
+        return self._settings.rows(slice(first, last))
 
     def record(
         self, first: int, last: int, tokens: npt.NDArray[np.int64], logprobs: FloatArray
@@ -108,8 +85,15 @@ class ActiveBatch:
         self.last_tokens[first:last] = tokens
         self.drawn[first:last] += 1
 
+    def save(self, row: int) -> Choice:
+        """The choice of a row, given all that it has drawn."""
+        choice, num_drawn = self.choices[row], int(self.drawn[row])
+        choice.token_ids = self.tokens[row, :num_drawn].copy()
+        choice.logprobs = self.logprobs[row, :num_drawn].copy()
+        return choice
+
     def remove(
-        self, rows: npt.NDArray[np.int64]
+        self, rows: Sequence[int]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
         """Take rows out; returns which slots to fill from which others, and the new size."""
         gone = np.zeros(self.size, np.bool_)
@@ -117,12 +101,12 @@ class ActiveBatch:
         size = self.size - int(gone.sum())
         to = np.flatnonzero(gone[:size])
         source = size + np.flatnonzero(~gone[size:])
-        for name, _ in _FIELDS:
-            array = getattr(self, name)
-            array[to] = array[source]
         used = int(self.drawn[: self.size].max(initial=0))
-        self.tokens[to, :used] = self.tokens[source, :used]
-        self.logprobs[to, :used] = self.logprobs[source, :used]
+        own = (self.lengths, self.limits, self.last_tokens, self.watched)
+        for array in (*own, *self._settings):
+            array[to] = array[source]
+        for wide in (self.tokens, self.logprobs):
+            wide[to, :used] = wide[source, :used]
         for hole, mover in zip(to, source, strict=True):
             self.choices[hole] = self.choices[mover]
         del self.choices[size:]

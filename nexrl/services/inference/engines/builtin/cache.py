@@ -12,67 +12,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 _LENGTH_CHUNK = 64
 
-KeyValues = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values [rows, heads, length, head_dim] of each layer."""
-
-
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # untyped library
-    """One layer's keys and values as [slots, length, heads, head_dim].
-
-    Invariant: what lies beyond a sequence's length is finite, since a masked NaN would still
-    poison the softmax.
-    """
-
-    is_sliding = False
-
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, num_slots: int, length: int) -> None:
-        super().__init__()
-        self.keys = key.new_zeros((num_slots, length, key.shape[1], key.shape[3]))
-        self.values = value.new_zeros((num_slots, length, value.shape[1], value.shape[3]))
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the constructor allocates."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Never called: `SlotCache.update` writes all layers."""
-        raise NotImplementedError("SlotLayer is written through SlotCache.update")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset a mask would have; the engine brings its own mask."""
-        return self.keys.shape[1], 0
-
-    def get_seq_length(self) -> int:
-        """Capacity; sequences differ, and the engine gives positions itself."""
-        return int(self.keys.shape[1])
-
-    def get_max_length(self) -> int:
-        """No maximum: the cache grows."""
-        return -1
-
-    def resize(self, num_slots: int, length: int) -> None:
-        """Grow to the given capacity, keeping contents."""
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_zeros((num_slots, length, *old.shape[2:]))
-            new[: old.shape[0], : old.shape[1]] = old
-            setattr(self, name, new)
+KeyValues = Sequence[torch.Tensor]
+"""Keys of the first layer, its values, keys of the second ...: [rows, heads, length, head_dim]."""
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # untyped library
     """Slots of all layers; what the model calls `update` on during a decode step.
 
     Invariants: slots [0, num_active) belong to running sequences in batch order; no active slot
-    holds tokens beyond `_used_length`.
+    holds tokens beyond `_used_length`; what lies beyond a sequence's length is finite, since a
+    masked NaN would still poison the softmax.
     """
 
     def __init__(self, max_slots: int) -> None:
         super().__init__(layers=[])
-        self.layers: list[SlotLayer] = []
+        self._held: list[torch.Tensor] = []
+        """[slots, length, heads, head_dim], in the order of KeyValues."""
         self._max_slots = max_slots
         self._num_active = 0
         self._first = 0
@@ -80,25 +39,16 @@ class SlotCache(Cache):  # type: ignore[misc]  # untyped library
         self._used_length = 0
         self._flat_index = torch.zeros(0, dtype=torch.long)
 
-    @property
-    def num_active(self) -> int:
-        """Sequences held."""
-        return self._num_active
-
     def append(self, prefilled: KeyValues, rows: npt.NDArray[np.int64], max_length: int) -> None:
         """Copy row `rows[i]` of a prefill into the i-th new slot; rows may repeat (shared prompt)."""
         first, last = self._num_active, self._num_active + len(rows)
-        if not self.layers:
-            self.layers = [
-                SlotLayer(k, v, min(last, self._max_slots), _LENGTH_CHUNK) for k, v in prefilled
-            ]
+        if not self._held:
+            shape = (min(last, self._max_slots), _LENGTH_CHUNK)
+            self._held = [new.new_zeros((*shape, new.shape[1], new.shape[3])) for new in prefilled]
         self._reserve(last, max_length)
-        index = torch.from_numpy(rows)
-        for layer, (keys, values) in zip(self.layers, prefilled, strict=True):
-            length = keys.shape[2]
-            index = index.to(keys.device)
-            layer.keys[first:last, :length] = keys.transpose(1, 2)[index]
-            layer.values[first:last, :length] = values.transpose(1, 2)[index]
+        index = torch.from_numpy(rows).to(prefilled[0].device)
+        for held, new in zip(self._held, prefilled, strict=True):
+            held[first:last, : new.shape[2]] = new.transpose(1, 2)[index]
         self._num_active = last
         self._used_length = max(self._used_length, max_length)
 
@@ -107,15 +57,19 @@ class SlotCache(Cache):  # type: ignore[misc]  # untyped library
     ) -> None:
         """Fill the holes `moves_to` from `moves_from`; the first `num_active` slots remain."""
         if len(moves_to):
-            for layer in self.layers:
-                source = torch.from_numpy(moves_from).to(layer.keys.device)
-                target = torch.from_numpy(moves_to).to(layer.keys.device)
-                used = self._used_length
-                layer.keys[target, :used] = layer.keys[source, :used]
-                layer.values[target, :used] = layer.values[source, :used]
+            device, used = self._held[0].device, self._used_length
+            target = torch.from_numpy(moves_to).to(device)
+            source = torch.from_numpy(moves_from).to(device)
+            for held in self._held:
+                held[target, :used] = held[source, :used]
         self._num_active = num_active
         if not num_active:
             self._used_length = 0
+
+    def clear(self) -> None:
+        """Forget all sequences and free their memory."""
+        self._held = []
+        self._num_active = self._used_length = 0
 
     def prepare_step(self, lengths: npt.NDArray[np.int64], first: int = 0) -> int:
         """Make room for one more token in each slot from `first` on; returns the view's length.
@@ -127,10 +81,25 @@ class SlotCache(Cache):  # type: ignore[misc]  # untyped library
         self._view_length = int(lengths.max()) + 1
         self._used_length = max(self._used_length, self._view_length)
         self._reserve(first + len(lengths), self._view_length)
-        capacity = self.layers[0].keys.shape[1]
-        flat = (first + np.arange(len(lengths), dtype=np.int64)) * capacity + lengths
-        self._flat_index = torch.from_numpy(flat).to(self.layers[0].keys.device)
+        flat = (first + np.arange(len(lengths))) * self.get_seq_length() + lengths
+        self._flat_index = torch.from_numpy(flat).to(self._held[0].device)
         return self._view_length
+
+    def _reserve(self, num_slots: int, length: int) -> None:
+        slots, capacity = self._held[0].shape[:2]
+        if num_slots <= slots and length <= capacity:
+            return
+        # Doubling slots and adding a quarter of the length keeps the number of copies logarithmic.
+        if num_slots > slots:
+            slots = min(max(num_slots, 2 * slots), self._max_slots)
+        if length > capacity:
+            wanted = max(length, capacity + capacity // 4)
+            capacity = -(-wanted // _LENGTH_CHUNK) * _LENGTH_CHUNK
+        for i, held in enumerate(self._held):
+            self._held[i] = held.new_zeros((slots, capacity, *held.shape[2:]))
+            self._held[i][: held.shape[0], : held.shape[1]] = held
+
+    # --- what the model calls ---------------------------------------------------------------
 
     def update(
         self,
@@ -141,22 +110,18 @@ class SlotCache(Cache):  # type: ignore[misc]  # untyped library
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one token per sequence at its own position; returns views over all tokens so far."""
-        layer, held = self.layers[layer_idx], []
         slots = slice(self._first, self._first + key_states.shape[0])
-        for store, states in ((layer.keys, key_states), (layer.values, value_states)):
-            store.view(-1, *store.shape[2:]).index_copy_(0, self._flat_index, states[:, :, 0])
-            held.append(store[slots, : self._view_length].transpose(1, 2))
-        return held[0], held[1]
+        views = []
+        for i, states in enumerate((key_states, value_states)):
+            held = self._held[2 * layer_idx + i]
+            held.view(-1, *held.shape[2:]).index_copy_(0, self._flat_index, states[:, :, 0])
+            views.append(held[slots, : self._view_length].transpose(1, 2))
+        return views[0], views[1]
 
-    def _reserve(self, num_slots: int, length: int) -> None:
-        slots, capacity = self.layers[0].keys.shape[:2]
-        if num_slots <= slots and length <= capacity:
-            return
-        # Doubling slots and adding a quarter of the length keeps the number of copies logarithmic.
-        if num_slots > slots:
-            slots = min(max(num_slots, 2 * slots), self._max_slots)
-        if length > capacity:
-            wanted = max(length, capacity + capacity // 4)
-            capacity = -(-wanted // _LENGTH_CHUNK) * _LENGTH_CHUNK
-        for layer in self.layers:
-            layer.resize(slots, capacity)
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Capacity; sequences differ, and the engine gives positions itself."""
+        return int(self._held[0].shape[1])
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset a mask would have; the engine brings its own mask."""
+        return self.get_seq_length(), 0

@@ -41,11 +41,10 @@ class ModelRunner:
         max_context: int | None,
         row_attention: bool = False,
     ) -> None:
-        """`row_attention` is what `decode_rows` needs; the other passes take their usual way."""
+        """`row_attention` is what decoding `by_row` needs; other passes take their usual way."""
         self.device = _choose_device(device)
         attention = register_row_attention() if row_attention else "sdpa"
         self.model = _load_model(folder, getattr(torch, dtype), self.device, attention)
-        self.dtype = dtype
         config = self.model.config.get_text_config()
         limit = int(getattr(config, "max_position_embeddings", 0) or 0)
         self.max_context = _choose_context(max_context, limit)
@@ -63,59 +62,44 @@ class ModelRunner:
         return 1 if self.device.type == "cpu" and num_parameters < _SMALL_MODEL else None
 
     def prefill(self, contexts: Sequence[IntArray]) -> tuple[torch.Tensor, KeyValues]:
-        """Logits [P, V] after the last token of each context, and keys and values by layer.
+        """Logits [P, V] after the last token of each context, and its keys and values.
 
         Contexts are padded on the right, where causal attention never looks back from.
         """
         from transformers import DynamicCache
 
-        lengths = np.array([len(c) for c in contexts])
-        ids_PL = np.zeros((len(contexts), int(lengths.max())), np.int64)
-        for row, context in enumerate(contexts):
-            ids_PL[row, : len(context)] = context
-        last_positions = np.unique(lengths - 1)
+        last_positions, picked = np.unique([len(c) - 1 for c in contexts], return_inverse=True)
         cache = DynamicCache()
-        logits_PUV = self._forward(torch.from_numpy(ids_PL), cache, keep=last_positions)
-        picked = torch.from_numpy(np.searchsorted(last_positions, lengths - 1)).to(self.device)
+        logits_PUV = self._forward(_padded(contexts), cache, keep=last_positions)
         rows = torch.arange(len(contexts), device=self.device)
-        return logits_PUV[rows, picked], [(layer.keys, layer.values) for layer in cache.layers]
+        key_values = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+        return logits_PUV[rows, torch.from_numpy(picked).to(self.device)], key_values
 
     def decode(
-        self, cache: SlotCache, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
-        """Logits [B, V] after one more token for each active sequence.
-
-        `lengths` are the tokens each slot holds, so also the position of the new token.
-        """
-        view = cache.prepare_step(lengths)
-        lengths_B = torch.from_numpy(lengths).to(self.device)
-        hidden_BT = torch.arange(view, device=self.device) > lengths_B[:, None]
-        mask_B11T = torch.zeros(hidden_BT.shape, dtype=self.model.dtype, device=self.device)
-        mask_B11T = mask_B11T.masked_fill_(hidden_BT, -torch.inf)[:, None, None, :]
-        logits_B1V = self._forward(
-            torch.from_numpy(tokens)[:, None],
-            cache,
-            attention_mask=mask_B11T,
-            position_ids=lengths_B[:, None],
-        )
-        return logits_B1V[:, -1]
-
-    def decode_rows(
         self,
         cache: SlotCache,
-        first: int,
         tokens: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
+        *,
+        first: int = 0,
+        by_row: bool = False,
     ) -> torch.Tensor:
-        """Logits [B, V] after one more token in slots [first, first + B), attention row by row."""
-        cache.prepare_step(lengths, first)
-        logits_B1V = self._forward(
-            torch.from_numpy(tokens)[:, None],
-            cache,
-            position_ids=torch.from_numpy(lengths)[:, None].to(self.device),
-            row_lengths=(lengths + 1).tolist(),
-        )
-        return logits_B1V[:, -1]
+        """Logits [B, V] after one more token in slots [first, first + B).
+
+        `lengths` are the tokens each slot holds, so also the position of the new token. `by_row`
+        gives every row an attention of its own, over its exact length.
+        """
+        view = cache.prepare_step(lengths, first)
+        lengths_B = torch.from_numpy(lengths).to(self.device)
+        inputs: dict[str, Any] = {"position_ids": lengths_B[:, None]}
+        if by_row:
+            inputs["row_lengths"] = (lengths + 1).tolist()
+        else:
+            hidden_BT = torch.arange(view, device=self.device) > lengths_B[:, None]
+            mask_BT = torch.zeros(hidden_BT.shape, dtype=self.model.dtype, device=self.device)
+            mask_BT = mask_BT.masked_fill_(hidden_BT, -torch.inf)
+            inputs["attention_mask"] = mask_BT[:, None, None, :]
+        return self._forward(torch.from_numpy(tokens)[:, None], cache, **inputs)[:, -1]
 
     def score(self, chunk: RowChunk, *, alone: bool) -> FloatArray:
         """[N] log probability of each token given those before it; entry 0 of each row is 0.
@@ -125,18 +109,15 @@ class ModelRunner:
         if not chunk.temperature > 0.0:
             raise ConfigError(f"score needs a temperature above 0, got {chunk.temperature}")
         scores = np.zeros(chunk.num_tokens, np.float32)
-        offsets, order = chunk.offsets, np.argsort(chunk.lengths, kind="stable")
-        for rows in _score_batches(chunk.lengths, order, 1 if alone else None, self.vocab_size):
-            width = int(chunk.lengths[rows].max())
-            ids_RL = np.zeros((len(rows), width), np.int64)
-            for i, row in enumerate(rows):
-                ids_RL[i, : chunk.lengths[row]] = chunk.token_ids[offsets[row] : offsets[row + 1]]
-            ids = torch.from_numpy(ids_RL).to(self.device)
+        rows = np.split(chunk.token_ids, chunk.offsets[1:-1])
+        scores_of = np.split(scores, chunk.offsets[1:-1])  # views: writing there fills `scores`
+        budget = 0 if alone else min(_SCORE_TOKENS, max(1, _SCORE_LOGITS // self.vocab_size))
+        for batch in _score_batches(chunk.lengths, budget):
+            ids = _padded([rows[i] for i in batch]).to(self.device)
             logits_RLV = self._forward(ids, None)[:, :-1].float() / chunk.temperature
             logprobs_RL = torch.log_softmax(logits_RLV, -1).gather(2, ids[:, 1:, None])[..., 0]
-            values = logprobs_RL.cpu().numpy()
-            for i, row in enumerate(rows):
-                scores[offsets[row] + 1 : offsets[row + 1]] = values[i, : chunk.lengths[row] - 1]
+            for i, logprobs in zip(batch, logprobs_RL.cpu().numpy(), strict=True):
+                scores_of[i][1:] = logprobs[: chunk.lengths[i] - 1]
         return scores
 
     def _forward(
@@ -158,21 +139,25 @@ class ModelRunner:
         return logits
 
 
-def _score_batches(
-    lengths: IntArray, order: npt.NDArray[np.int64], max_rows: int | None, vocab: int
-) -> list[npt.NDArray[np.int64]]:
-    """Rows with at least two tokens, shortest first, in batches bounded by padded tokens and logits."""
-    budget = min(_SCORE_TOKENS, max(1, _SCORE_LOGITS // vocab))
-    batches: list[list[int]] = []
-    for row in order:
+def _padded(rows: Sequence[IntArray]) -> torch.Tensor:
+    """[rows, longest] token ids, padded on the right with 0."""
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    return torch.from_numpy(ids)
+
+
+def _score_batches(lengths: IntArray, budget: int) -> list[list[int]]:
+    """Rows with at least two tokens, shortest first, in batches of one row or of at most `budget`
+    padded tokens."""
+    batches: list[list[int]] = [[]]
+    for row in np.argsort(lengths, kind="stable").tolist():
         if lengths[row] < 2:
             continue
-        current = batches[-1] if batches else []
-        full = max_rows is not None and len(current) >= max_rows
-        if not current or full or (len(current) + 1) * int(lengths[row]) > budget:
+        if batches[-1] and (len(batches[-1]) + 1) * int(lengths[row]) > budget:
             batches.append([])
-        batches[-1].append(int(row))
-    return [np.array(rows) for rows in batches]
+        batches[-1].append(row)
+    return [batch for batch in batches if batch]
 
 
 def _choose_device(device: str) -> torch.device:

@@ -7,8 +7,7 @@ arrival and what was drawn before make no difference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawSettings:
+class DrawSettings(NamedTuple):
     """How each of B rows is drawn; arrays are aligned with the rows of the logits."""
 
     seeds: U64
@@ -56,19 +54,11 @@ class DrawSettings:
 
     def without_cuts(self) -> DrawSettings:
         """The same draws from the whole distribution."""
-        return replace(self, top_p=np.ones_like(self.top_p), top_k=np.zeros_like(self.top_k))
+        return self._replace(top_p=np.ones_like(self.top_p), top_k=np.zeros_like(self.top_k))
 
-    def rows(self, first: int, last: int, *, width: int = 0) -> DrawSettings:
-        """Rows [first, last), repeating the first of them up to `width`."""
-        index = np.arange(first, min(last, len(self.seeds)))
-        index = np.concatenate([index, np.full(max(0, width - len(index)), first)])
-        return DrawSettings(
-            seeds=self.seeds[index],
-            positions=self.positions[index],
-            temperature=self.temperature[index],
-            top_p=self.top_p[index],
-            top_k=self.top_k[index],
-        )
+    def rows(self, index: npt.NDArray[np.int64] | slice) -> DrawSettings:
+        """Some of the rows; a slice gives views."""
+        return DrawSettings._make(array[index] for array in self)
 
 
 def _mix(x: U64) -> U64:
@@ -131,17 +121,15 @@ def _truncate_rows(
 
     The nucleus is the smallest set whose mass reaches top_p (Holtzman et al. 2020).
     """
-    device, vocab = scaled_BV.device, scaled_BV.shape[1]
+    device = scaled_BV.device
     index = torch.from_numpy(rows).to(device)
     sorted_RV, order_RV = scaled_BV[index].sort(dim=-1, descending=True, stable=True)
     probs_RV = torch.softmax(sorted_RV, dim=-1)
     mass_before_RV = probs_RV.cumsum(dim=-1) - probs_RV
     top_p = torch.from_numpy(settings.top_p[rows]).to(device)[:, None]
-    top_k = torch.from_numpy(np.where(settings.top_k[rows] > 0, settings.top_k[rows], vocab)).to(
-        device
-    )
-    rank_V = torch.arange(vocab, device=device)
-    keep_RV = ((top_p >= 1.0) | (mass_before_RV < top_p)) & (rank_V < top_k[:, None])
+    top_k = torch.from_numpy(settings.top_k[rows]).to(device)[:, None]
+    rank_V = torch.arange(scaled_BV.shape[1], device=device)
+    keep_RV = ((top_p >= 1.0) | (mass_before_RV < top_p)) & ((top_k == 0) | (rank_V < top_k))
     keep_RV[:, 0] = True
     kept_RV = sorted_RV.masked_fill(~keep_RV, -torch.inf)
     truncated_BV = scaled_BV.clone()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +27,13 @@ from nexrl.errors import (
     ServiceError,
 )
 from nexrl.rendering.renderer import HfRenderer, load_renderer
-from nexrl.services.inference.engines.builtin.decoder import (
-    BatchedDecoder,
-    make_deterministic_decoder,
-)
-from nexrl.services.inference.engines.builtin.engine import Engine, EngineCounts
+from nexrl.services.inference.engines.builtin.decoder import BatchedDecoder, BlockDecoder
+from nexrl.services.inference.engines.builtin.engine import Engine
 from nexrl.services.inference.engines.builtin.request import (
-    Drawn,
+    Choice,
     EndEvent,
     Event,
     Request,
-    TokenEvent,
 )
 from nexrl.services.inference.engines.builtin.runner import ModelRunner
 from nexrl.services.inference.engines.builtin.stop_text import first_stop
@@ -49,7 +46,6 @@ from nexrl.types import (
     FloatArray,
     IntArray,
     LoadAck,
-    LogprobKind,
     PauseMode,
     PolicyVersion,
     Prompt,
@@ -94,8 +90,7 @@ class BuiltinInference:
             )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._new: dict[Request, None] = {}
-        self._queues: dict[Request, asyncio.Queue[Event]] = {}
-        self._engine = Engine(
+        self.engine = Engine(
             self._runner,
             version=PolicyVersion(policy=policy),
             deliver=self._deliver,
@@ -103,7 +98,7 @@ class BuiltinInference:
             eos_token_ids=self.renderer.eos_token_ids,
             max_batch=settings.max_batch,
             num_threads=settings.num_threads or self._runner.sensible_threads,
-            make_decoder=make_deterministic_decoder if deterministic else BatchedDecoder,
+            make_decoder=BlockDecoder if deterministic else BatchedDecoder,
         )
 
     # --- drawing ----------------------------------------------------------------------------
@@ -118,28 +113,37 @@ class BuiltinInference:
     async def generate_all(self, calls: Sequence[Call]) -> list[list[Completion]]:
         """Answers in the order of the calls; the first error ends them all."""
         answers: dict[int, list[Completion]] = {}
-        async with aclosing(self.draw(calls).answers()) as ended:
-            async for some in ended:
-                for index, answer in some:
+        with self.draw(calls) as drawing:
+            while ended := await drawing.answers():
+                for index, answer in ended:
                     if isinstance(answer, Exception):
                         raise answer
                     answers[index] = answer
         return [answers[i] for i in range(len(calls))]
 
-    def draw(self, calls: Sequence[Call]) -> Drawing:
-        """Start calls; those that are refused are among the answers."""
-        return Drawing(self, calls)
+    @contextmanager
+    def draw(self, calls: Sequence[Call]) -> Iterator[Drawing]:
+        """Start calls; those that are refused are among the answers. Leaving frees all slots."""
+        requests: dict[Request, int] = {}
+        refused: list[tuple[int, Answer]] = []
+        for index, call in enumerate(calls):
+            try:
+                requests[self.new_request(call)] = index
+            except NexRLError as error:
+                refused.append((index, error))
+        drawing = Drawing(self, requests, refused)
+        try:
+            yield drawing
+        finally:
+            self.cancel(requests)
 
-    async def stream(
-        self, prompt: Prompt, *, sampling: Sampling, n: int = 1, policy: str = DEFAULT_POLICY
-    ) -> AsyncGenerator[TokenEvent | EndEvent, None]:
+    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
         """Every token when it is drawn, an end for each choice, then one for the request."""
-        call = Call(prompt.token_ids, sampling, choice_seeds(sampling, n), policy)
         request = self.new_request(call, streamed=True)
-        events = Inbox(self, [request])
+        drawing = Drawing(self, {request: 0})
         try:
             while True:
-                for event in await events.next():
+                for event in await drawing.events():
                     if isinstance(event, EndEvent) and event.error is not None:
                         raise event.error
                     yield event
@@ -148,43 +152,31 @@ class BuiltinInference:
         finally:
             self.cancel([request])
 
-    def check(
-        self, prompt: IntArray, sampling: Sampling, n: int, policy: str = DEFAULT_POLICY
-    ) -> None:
-        """Raise what `generate` would raise before anything runs."""
-        self.new_request(Call(prompt, sampling, choice_seeds(sampling, n), policy))
-
     def completions(self, request: Request) -> list[Completion]:
         """The choices of a finished request."""
-        return [self.completion(request, i) for i in range(len(request.seeds))]
+        return [self.completion(choice) for choice in request.choices]
 
-    def completion(self, request: Request, choice: int) -> Completion:
-        """A finished choice of a request."""
-        drawn = request.results[choice]
-        if drawn is None:
-            raise ServiceError(f"choice {choice} has not ended", retryable=False)
-        sampling = request.sampling
+    def completion(self, choice: Choice) -> Completion:
+        """A choice that has ended."""
+        call, ids, reason = choice.request.call, choice.token_ids, choice.finish_reason
+        assert reason is not None, f"choice {choice.index} has not ended"
+        sampling = call.sampling
+        text = self.renderer.decode(ids[:-1] if reason in ("eos", "stop_token") else ids)
+        if reason == "stop_string" and (found := first_stop(text, sampling.stop)):
+            text = text[: found[0]]
         return Completion(
-            token_ids=drawn.token_ids,
-            logprobs=drawn.logprobs,
-            versions=drawn.versions,
-            text=self._text(drawn, sampling),
-            finish_reason=drawn.finish_reason,
-            prompt_token_ids=request.prompt,
+            token_ids=ids,
+            logprobs=choice.logprobs,
+            versions=choice.spans(),
+            text=text,
+            finish_reason=reason,
+            prompt_token_ids=call.prompt,
             temperature=sampling.temperature,
-            logprob_kind=logprob_kind(sampling),
-            seed=request.seeds[choice],
-            raw_finish_reason=drawn.finish_reason,
+            # A greedy draw reports the model's own distribution.
+            logprob_kind="raw" if sampling.temperature == 0.0 else sampling.logprob_kind,
+            seed=call.seeds[choice.index],
+            raw_finish_reason=reason,
         )
-
-    def _text(self, drawn: Drawn, sampling: Sampling) -> str:
-        ids = drawn.token_ids
-        text = self.renderer.decode(
-            ids[:-1] if drawn.finish_reason in ("eos", "stop_token") else ids
-        )
-        if drawn.finish_reason == "stop_string" and (found := first_stop(text, sampling.stop)):
-            return text[: found[0]]
-        return text
 
     def new_request(self, call: Call, *, streamed: bool = False) -> Request:
         """A call as the engine takes it; an error says why it cannot run."""
@@ -198,12 +190,8 @@ class BuiltinInference:
             raise ContextOverflowError(
                 f"the prompt has {len(ids)} tokens, the context {self._runner.max_context}: no room to draw"
             )
-        return Request(
-            prompt=np.ascontiguousarray(ids, np.int32),
-            sampling=call.sampling,
-            seeds=call.seeds,
-            streamed=streamed,
-        )
+        prompt = np.ascontiguousarray(ids, np.int32)
+        return Request(call=replace(call, prompt=prompt), streamed=streamed)
 
     def _check_ids(self, ids: IntArray, what: str) -> None:
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self._runner.vocab_size):
@@ -223,7 +211,7 @@ class BuiltinInference:
             name="builtin",
             build=f"nexrl {nexrl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
             model=self._settings.model,
-            versions={self._policy: self._engine.active_version},
+            versions={self._policy: self.engine.active_version},
             capabilities={
                 "token_ids": True,
                 "logprobs": True,
@@ -234,33 +222,33 @@ class BuiltinInference:
                 "pause": ["keep", "recompute", "abort"],
                 "score": True,
                 "deterministic": self._deterministic,
-                "decoder": self._engine.decoder_name,
+                "decoder": self.engine.decoder.name,
                 "dtype": self._settings.dtype,
             },
             max_context=self._runner.max_context,
-            healthy=self._engine.failure is None,
+            healthy=self.engine.failure is None,
         )
 
     async def pause(self, mode: PauseMode) -> None:
         """See `EngineControl.pause`."""
         if mode not in ("keep", "recompute", "abort"):
             raise ConfigError(f"pause mode must be keep, recompute or abort, got {mode!r}")
-        await asyncio.wrap_future(self._engine.call(self._engine.pause, mode))
+        await self.engine.call(lambda: self.engine.pause(mode))
 
     async def resume(self) -> None:
         """Draw tokens again; refused while weights are loaded that no version was activated for."""
-        await asyncio.wrap_future(self._engine.call(self._engine.resume))
+        await self.engine.call(self.engine.resume)
 
     async def load_weights(self, manifest: WeightManifest) -> LoadAck:
         """Load a publication into the live model; refused unless paused."""
-        return await asyncio.wrap_future(self._engine.call(self._engine.load_weights, manifest))
+        return await self.engine.call(lambda: self.engine.load_weights(manifest))
 
     async def activate(self, version: PolicyVersion) -> None:
         """Stamp tokens with this version from now on.
 
         There is no cache beyond that of running requests, so no old one can leak (FR-106).
         """
-        await asyncio.wrap_future(self._engine.call(self._engine.activate, version))
+        await self.engine.call(lambda: self.engine.activate(version))
 
     async def score(self, chunk: RowChunk, *, policy: str = DEFAULT_POLICY) -> FloatArray:
         """See `EngineControl.score`."""
@@ -271,73 +259,39 @@ class BuiltinInference:
                 f"a row to score has {longest} tokens, the context {self._runner.max_context}"
             )
         self._check_ids(chunk.token_ids, "token ids to score")
-        return await asyncio.wrap_future(self._engine.call(self._engine.score, chunk))
+        return await self.engine.call(lambda: self.engine.score(chunk))
 
     async def aclose(self) -> None:
         """End the engine's thread; running requests fail. Idempotent."""
-        await asyncio.to_thread(self._engine.close)
-
-    # --- for the server's metrics -----------------------------------------------------------
-
-    @property
-    def counts(self) -> EngineCounts:
-        """Running totals."""
-        return self._engine.counts
-
-    @property
-    def num_running(self) -> int:
-        """Choices being drawn."""
-        return self._engine.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Choices without a slot."""
-        return self._engine.num_waiting
-
-    @property
-    def failure(self) -> str | None:
-        """Why the engine has stopped for good."""
-        return self._engine.failure
-
-    @property
-    def active_version(self) -> PolicyVersion:
-        """Version that tokens are stamped with."""
-        return self._engine.active_version
+        await asyncio.to_thread(self.engine.close)
 
     # --- between the two threads ------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request], events: asyncio.Queue[Event]) -> None:
-        """Start requests, together with all others of this tick, and deliver their events."""
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Start requests, together with all others of this tick."""
         self._loop = asyncio.get_running_loop()
         if not self._new:
             self._loop.call_soon(self._submit_new)
         self._new.update(dict.fromkeys(requests))
-        self._queues.update(dict.fromkeys(requests, events))
 
     def _submit_new(self) -> None:
         requests, self._new = list(self._new), {}
         try:
-            self._engine.submit(requests)
+            self.engine.submit(requests)
         except ServiceError as error:  # closed
             self._on_events([EndEvent(request, None, error) for request in requests])
 
     def cancel(self, requests: Iterable[Request]) -> None:
         """Drop requests, wherever they are; nothing more is heard of them."""
-        open_ = [r for r in requests if self._queues.pop(r, None) is not None]
-        begun = [r for r in open_ if r not in self._new]
-        for request in open_:
-            self._new.pop(request, None)
+        begun = []
+        for request in requests:
+            if request in self._new:
+                del self._new[request]
+            elif not request.ended:
+                begun.append(request)
         if begun:
             with suppress(ServiceError):  # closed: nothing runs any more
-                self._engine.cancel(begun)
-
-    def late(self) -> DeadlineError:
-        """What a request fails with that took too long."""
-        state = "paused" if self._engine.paused else "running"
-        return DeadlineError(
-            f"inference: a request did not finish within {self.deadline_s:g} s (engine {state}, "
-            f"{self._engine.num_running} choices running, {self._engine.num_waiting} waiting)"
-        )
+                self.engine.cancel(begun)
 
     def _deliver(self, events: Sequence[Event]) -> None:
         """Called in the engine's thread."""
@@ -345,97 +299,75 @@ class BuiltinInference:
             with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
                 self._loop.call_soon_threadsafe(self._on_events, events)
 
-    def _on_events(self, events: Sequence[Event]) -> None:
+    @staticmethod
+    def _on_events(events: Sequence[Event]) -> None:
         for event in events:
-            is_last = isinstance(event, EndEvent) and event.choice is None
-            find = self._queues.pop if is_last else self._queues.get
-            if (queue := find(event.request, None)) is not None:
-                queue.put_nowait(event)
+            event.request.inbox.put_nowait(event)
 
 
-class Inbox:
-    """The events of requests that were submitted together, with one deadline."""
+class Drawing:
+    """Calls under way together, with one deadline.
 
-    def __init__(self, inference: BuiltinInference, requests: Sequence[Request]) -> None:
+    Invariant: each is answered exactly once, an aborted one with an error.
+    """
+
+    def __init__(
+        self,
+        inference: BuiltinInference,
+        requests: Mapping[Request, int],
+        refused: Sequence[tuple[int, Answer]] = (),
+    ) -> None:
+        """`requests` with the indices of their calls; `refused` are answers already."""
         self._inference = inference
+        self._open = dict(requests)
+        self._ended = list(refused)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._deadline = asyncio.get_running_loop().time() + inference.deadline_s
-        inference.submit(requests, self._events)
+        for request in requests:
+            request.inbox = self._events
+        inference.submit(requests)
 
-    async def next(self) -> list[Event]:
-        """All that has arrived, at least one; DeadlineError when nothing comes in time."""
+    async def answers(self) -> list[tuple[int, Answer]]:
+        """(index of the call, its answer) of those that have ended, those of one engine step
+        together; empty when all were answered before."""
+        while self._open and not self._ended:
+            try:
+                events = await self.events()
+            except DeadlineError as error:
+                self._inference.cancel(self._open)
+                events = [EndEvent(request, None, error) for request in self._open]
+            for event in events:
+                # One that ended and was aborted at once has two ends.
+                if isinstance(event, EndEvent) and event.request in self._open:
+                    answer = event.error or self._inference.completions(event.request)
+                    self._ended.append((self._open.pop(event.request), answer))
+        ended, self._ended = self._ended, []
+        return ended
+
+    async def events(self) -> list[Event]:
+        """All that has happened since, at least one; DeadlineError when nothing comes in time."""
         try:
             async with asyncio.timeout_at(self._deadline):
                 events = [await self._events.get()]
         except TimeoutError as error:
-            raise self._inference.late() from error
+            engine = self._inference.engine
+            raise DeadlineError(
+                f"inference: a request did not finish within {self._inference.deadline_s:g} s "
+                f"(engine {'paused' if engine.paused else 'running'}, {engine.num_running} choices "
+                f"running, {engine.num_waiting} waiting)"
+            ) from error
         while not self._events.empty():
             events.append(self._events.get_nowait())
         return events
 
-    def cancel(self, requests: Sequence[Request]) -> None:
-        """Free their slots; each ends with an error."""
+    def abort(self, indices: Collection[int]) -> None:
+        """Free the slots of some calls."""
+        wanted = set(indices)
+        requests = [request for request, index in self._open.items() if index in wanted]
         self._inference.cancel(requests)
         error = ServiceError("inference: the call was aborted", retryable=False)
         for request in requests:
             self._events.put_nowait(EndEvent(request, None, error))
-
-
-class Drawing:
-    """Calls under way together.
-
-    Invariant: each is answered exactly once, an aborted one with an error; leaving `answers` frees
-    the slots of the rest.
-    """
-
-    def __init__(self, inference: BuiltinInference, calls: Sequence[Call]) -> None:
-        self._inference = inference
-        self._refused: list[tuple[int, Answer]] = []
-        self._open: dict[Request, int] = {}
-        for index, call in enumerate(calls):
-            try:
-                self._open[inference.new_request(call)] = index
-            except NexRLError as error:
-                self._refused.append((index, error))
-        self._inbox = Inbox(inference, list(self._open))
-
-    async def answers(self) -> AsyncGenerator[list[tuple[int, Answer]], None]:
-        """(index of the call, its answer) as calls end, those of one engine step together."""
-        try:
-            if self._refused:
-                yield self._refused
-            while self._open:
-                if answers := await self._next():
-                    yield answers
-        finally:
-            self._inference.cancel(self._open)
-
-    async def _next(self) -> list[tuple[int, Answer]]:
-        try:
-            events = await self._inbox.next()
-        except DeadlineError as error:
-            self._inference.cancel(self._open)
-            late, self._open = self._open, {}
-            return [(index, error) for index in late.values()]
-        answers: list[tuple[int, Answer]] = []
-        for event in events:
-            index = self._open.pop(event.request, None)
-            if index is None or not isinstance(event, EndEvent):
-                continue  # ended and aborted at once
-            answers.append((index, event.error or self._inference.completions(event.request)))
-        return answers
-
-    def abort(self, indices: Collection[int]) -> None:
-        """Free the slots of some calls."""
-        wanted = set(indices)
-        self._inbox.cancel([r for r, index in self._open.items() if index in wanted])
-
-
-def logprob_kind(sampling: Sampling) -> LogprobKind:
-    """What the builtin engine's logprobs are of; a greedy draw reports the model's own."""
-    if sampling.temperature == 0.0:
-        return "raw"
-    return sampling.logprob_kind
 
 
 def check_sampling(sampling: Sampling) -> None:

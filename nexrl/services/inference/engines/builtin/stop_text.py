@@ -40,13 +40,6 @@ class IncrementalText:
         self._prefix, self._read = self._read, len(self._ids)
         return after[len(before) :]
 
-    def flush(self) -> str:
-        """What is still held back, incomplete or not."""
-        before = self._text(self._prefix, self._read)
-        rest = self._text(self._prefix, len(self._ids))[len(before) :]
-        self._prefix = self._read = len(self._ids)
-        return rest
-
     def _text(self, start: int, end: int) -> str:
         return self._decode(np.asarray(self._ids[start:end], np.int32)) if end > start else ""
 
@@ -69,6 +62,33 @@ class StopText:
         found = first_stop(window, self._stops)
         self._tail = window[-self._keep :] if self._keep else ""
         return found[1] if found else None
+
+
+class StreamedText:
+    """What a stream may show of one choice: nothing that may still become a stop string.
+
+    Invariant: what was sent, joined, is a prefix of the completion's text.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+        self._text = IncrementalText(decode)
+        self._stops = stops
+        self._held = ""
+        self._num_sent = 0
+
+    def add(self, token_id: int) -> str:
+        """The text that can be sent now; a token that completes a stop string is the last."""
+        text = self._held + self._text.add(token_id)
+        if first_stop(text, self._stops):
+            return ""
+        num_ready = len(text) - held_back(text, self._stops)
+        self._held = text[num_ready:]
+        self._num_sent += num_ready
+        return text[:num_ready]
+
+    def rest(self, whole: str) -> str:
+        """What of the completion's text was not sent yet."""
+        return whole[self._num_sent :]
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nexrl.errors import WeightSyncError
-from nexrl.types import TensorInfo, WeightManifest
+from nexrl.types import WeightManifest
 from nexrl.weight_manifest import tensor_checksum
 
 _MOST_NAMED = 8
@@ -28,8 +29,35 @@ def plan_load(model: Any, manifest: WeightManifest) -> Mapping[str, Path]:
     is written (FR-109). A tied tensor may come under any of its names, and under all of them only
     if they agree.
     """
+    held: Mapping[str, torch.Tensor] = model.state_dict()
     files = _tensor_files(Path(manifest.path))
-    _check_plan(model.state_dict(), manifest, files)
+    published = {t.name: t for t in manifest.tensors}
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in held.items():
+        aliases.setdefault(tensor.data_ptr(), []).append(name)
+    problems = {
+        "missing": [names[0] for names in aliases.values() if published.keys().isdisjoint(names)],
+        "unexpected": [name for name in published if name not in held],
+        "of another shape": [
+            f"{name} {list(t.shape)} (engine {list(held[name].shape)})"
+            for name, t in published.items()
+            if name in held and tuple(t.shape) != tuple(held[name].shape)
+        ],
+        "tied in the engine but different in the publication": [
+            " and ".join(names)
+            for names in aliases.values()
+            if len({published[n].checksum for n in names if n in published}) > 1
+        ],
+        "in the manifest but in no file": [name for name in published if name not in files],
+        "in a file but not in the manifest": [name for name in files if name not in published],
+    }
+    text = "; ".join(
+        f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names
+    )
+    if text:
+        raise WeightSyncError(
+            f"publication {manifest.version} does not fit the engine's model: {text}"
+        )
     return files
 
 
@@ -57,11 +85,8 @@ def held_checksum(model: Any, manifest: WeightManifest) -> str:
         if _DTYPE_NAMES.get(tensor.dtype) != info.dtype:
             return ""
         raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        shape, checksum = tuple(tensor.shape), tensor_checksum(raw)
-        tensors.append(TensorInfo(name=info.name, shape=shape, dtype=info.dtype, checksum=checksum))
-    return WeightManifest(
-        version=manifest.version, path="", tensors=tuple(tensors), num_bytes=manifest.num_bytes
-    ).checksum
+        tensors.append(replace(info, shape=tuple(tensor.shape), checksum=tensor_checksum(raw)))
+    return replace(manifest, tensors=tuple(tensors)).checksum
 
 
 def _tensor_files(folder: Path) -> Mapping[str, Path]:
@@ -78,39 +103,6 @@ def _tensor_files(folder: Path) -> Mapping[str, Path]:
     if not files:
         raise WeightSyncError(f"publication {folder}: no safetensors file with tensors in it")
     return files
-
-
-def _check_plan(
-    held: Mapping[str, torch.Tensor], manifest: WeightManifest, files: Mapping[str, Path]
-) -> None:
-    published = {t.name: t for t in manifest.tensors}
-    aliases: dict[int, list[str]] = {}
-    for name, tensor in held.items():
-        aliases.setdefault(tensor.data_ptr(), []).append(name)
-    problems = {
-        "missing": [
-            names[0] for names in aliases.values() if not any(n in published for n in names)
-        ],
-        "unexpected": [name for name in published if name not in held],
-        "of another shape": [
-            f"{name} {list(t.shape)} (engine {list(held[name].shape)})"
-            for name, t in published.items()
-            if name in held and tuple(t.shape) != tuple(held[name].shape)
-        ],
-        "tied in the engine but different in the publication": [
-            " and ".join(names)
-            for names in aliases.values()
-            if len({published[n].checksum for n in names if n in published}) > 1
-        ],
-        "in the manifest but in no file": [name for name in published if name not in files],
-        "in a file but not in the manifest": [name for name in files if name not in published],
-    }
-    found = {what: names for what, names in problems.items() if names}
-    if found:
-        text = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in found.items())
-        raise WeightSyncError(
-            f"publication {manifest.version} does not fit the engine's model: {text}"
-        )
 
 
 def _some(names: Sequence[str]) -> str:

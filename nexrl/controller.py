@@ -184,7 +184,7 @@ class Controller:
                     await self._checkpoint(stage, result, done=False)
                 stage.pool.activate(self._version.number)
         if reached and result.steps < num_steps:
-            accuracy = result.validations[-1]["validation/accuracy"]
+            accuracy = result.validations[-1].get("validation/accuracy", 0.0)
             result.stopped_early = (
                 f"validation/accuracy {accuracy:.3f} reached trainer.stop_at_accuracy"
             )

@@ -61,6 +61,7 @@ class AdvantageInputs:
 
     def __post_init__(self) -> None:
         num = len(self.rewards)
+        _check_length("rewards", self.rewards, num, num)
         if self.token_rewards is not None and self.lengths is None:
             raise InvariantError("advantages: token_rewards are given without lengths")
         num_tokens = None if self.lengths is None else int(self.lengths.sum())
@@ -97,7 +98,13 @@ class AdvantageInputs:
 
 
 def _check_length(name: str, array: Any, expected: int | None, num: int) -> None:
-    if array is not None and expected is not None and len(array) != expected:
+    if array is None or expected is None:
+        return
+    if np.ndim(array) != 1:
+        raise InvariantError(
+            f"advantages: {name} has shape {tuple(np.shape(array))}, expected ({expected},)"
+        )
+    if len(array) != expected:
         raise InvariantError(
             f"advantages: {name} has {len(array)} entries, expected {expected} for "
             f"{num} trajectories"

@@ -154,11 +154,11 @@ CLIP_COV_SETTINGS: Settings = {
 
 
 def select_clip_cov(outputs: Outputs, inputs: Inputs, settings: Settings) -> PreparedStep:
-    """`selected` [n]: `fraction` of the step's tokens, drawn at random by `seed` from those that
-    ppo does not clip and whose covariance lies between the two bounds.
+    """`selected` [n]: `fraction` of the step's tokens, at least one, drawn at random by `seed` from
+    those that ppo does not clip and whose covariance lies between the two bounds.
 
-    Clip-Cov, Cui et al. 2025 ("The Entropy Mechanism of RL for Reasoning LLMs"). Its code draws at
-    least one token.
+    Clip-Cov, Cui et al. 2025 ("The Entropy Mechanism of RL for Reasoning LLMs") and its code, which
+    draws at least one too: a small step would be plain ppo.
     """
     settings = {**CLIP_COV_SETTINGS, **settings}
     covariance = _covariances(outputs, inputs) if len(outputs["logprobs"]) else np.zeros(0)
@@ -167,7 +167,10 @@ def select_clip_cov(outputs: Outputs, inputs: Inputs, settings: Settings) -> Pre
     bounds = number(settings, "covariance_low"), number(settings, "covariance_high")
     inside = (covariance > bounds[0]) & (covariance < bounds[1]) & ~(low | high)
     candidates = np.flatnonzero(inside)
-    count = min(len(candidates), int(number(settings, "fraction") * len(covariance)))
+    # By size, so that the order of rows in the step does not decide what is drawn.
+    candidates = candidates[np.argsort(covariance[candidates], kind="stable")]
+    wanted = max(1, int(number(settings, "fraction") * len(covariance)))
+    count = min(len(candidates), wanted)
     generator = np.random.default_rng(int(number(settings, "seed")))
     return _marked(len(covariance), generator.choice(candidates, size=count, replace=False))
 
@@ -210,6 +213,32 @@ def kl_cov(outputs: Outputs, inputs: Inputs, settings: Settings) -> Any:
     xp = namespace(difference)
     held = number(settings, "penalty") * (inputs[_SELECTED] != 0) * xp.abs(difference)
     return held - xp.exp(difference) * inputs["advantage"]
+
+
+def _check_fraction(settings: Settings) -> None:
+    if not 0 < number(settings, "fraction") <= 1:
+        raise ConfigError(
+            f"loss setting fraction must be above 0 and at most 1, got {settings['fraction']!r}"
+        )
+
+
+def _check_clip_cov(settings: Settings) -> None:
+    require_dual_clip(settings)
+    _check_fraction(settings)
+    low, high = number(settings, "covariance_low"), number(settings, "covariance_high")
+    if low >= high:
+        raise ConfigError(
+            "loss setting covariance_low must be below covariance_high, or no token is ever "
+            f"chosen, got {low:g} and {high:g}"
+        )
+    if not isinstance(settings["seed"], int) or isinstance(settings["seed"], bool):
+        raise ConfigError(f"loss setting seed must be a whole number, got {settings['seed']!r}")
+
+
+def _check_kl_cov(settings: Settings) -> None:
+    _check_fraction(settings)
+    if number(settings, "penalty") < 0:
+        raise ConfigError(f"loss setting penalty must be at least 0, got {settings['penalty']!r}")
 
 
 def _positive(*keys: str) -> Any:
@@ -284,7 +313,7 @@ EXPERIMENTAL_LOSSES: tuple[LossDefinition, ...] = (
         clips=_clip_cov_clips,
         prepare=select_clip_cov,
         prepares=(_SELECTED,),
-        check=require_dual_clip,
+        check=_check_clip_cov,
         experimental=True,
     ),
     LossDefinition(
@@ -296,6 +325,7 @@ EXPERIMENTAL_LOSSES: tuple[LossDefinition, ...] = (
         term_of=kl_cov,
         prepare=select_kl_cov,
         prepares=(_SELECTED,),
+        check=_check_kl_cov,
         experimental=True,
     ),
 )

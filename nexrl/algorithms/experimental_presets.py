@@ -119,8 +119,8 @@ EXPERIMENTAL_PRESETS = (
         family="rl",
         summary="ppo without gradient at a few tokens that cost most entropy",
         formula=(
-            "L = 1/N sum max(-rho A, -clip(rho, 0.8, 1.2) A), 0 at 2e-4 N tokens drawn from those\n"
-            "whose covariance of logp and A in the step lies between 1 and 5: they stay in N\n"
+            "L = 1/N sum max(-rho A, -clip(rho, 0.8, 1.2) A), 0 at 2e-4 N tokens, at least one, drawn\n"
+            "from those whose covariance of logp and A in the step lies between 1 and 5: they stay in N\n"
             f"{_GRPO_ADVANTAGE}"
         ),
         source="Cui et al. 2025 (The Entropy Mechanism of RL for Reasoning LLMs), Clip-Cov",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from nexrl.algorithms.array_namespace import constant, log_difference, namespace
 from nexrl.algorithms.kl import KL_ESTIMATORS, KL_IN_LOSS
-from nexrl.errors import ConfigError
+from nexrl.errors import ConfigError, InvariantError
 
 Setting = float | int | str | bool | None
 Settings = Mapping[str, Setting]
@@ -114,9 +114,11 @@ class LossDefinition:
     def parts(self, outputs: Outputs, inputs: Inputs, config: Settings) -> dict[str, Any]:
         """The additive terms [n] by name (policy, kl, entropy), with their coefficients.
 
-        Every output and input is [n] or [n, ...], numpy arrays or torch tensors.
+        Every output and input is [n], those of K candidates [n, K]: numpy arrays or torch tensors.
+        InvariantError when one is missing, or has another shape and would be broadcast.
         """
         settings = self.resolve(config)
+        self._refuse_malformed(outputs, inputs, settings)
         policy = self.term_of(outputs, inputs, settings)
         if "correction" in inputs:
             policy = inputs["correction"] * policy
@@ -139,6 +141,28 @@ class LossDefinition:
         for part in parts.values():
             total = total + part
         return total
+
+    def _refuse_malformed(self, outputs: Outputs, inputs: Inputs, settings: Settings) -> None:
+        needed = {*self.required} - {"weight", "candidate_ids"}  # read by the service alone
+        if self.level == "row":
+            needed.add("row")
+        if settings.get("kl_coefficient"):
+            needed.add("reference_logprobs")
+        for kind, given, names in (
+            ("outputs", outputs, self.outputs(settings)),
+            ("inputs", inputs, needed),
+        ):
+            if missing := sorted({*names} - {*given}):
+                raise InvariantError(
+                    f"loss {self.name!r} needs the {kind} {missing}, got {sorted(given)}"
+                )
+        shapes = {
+            name: tuple(array.shape)
+            for name, array in (*outputs.items(), *inputs.items())
+            if "candidate" not in name
+        }
+        if len({*shapes.values()}) > 1:
+            raise InvariantError(f"loss {self.name!r}: arrays differ in shape: {shapes}")
 
 
 def policy_ratio(logprobs: Any, inputs: Inputs) -> Any:

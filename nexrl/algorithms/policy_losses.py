@@ -104,6 +104,8 @@ BAPO_SETTINGS: Settings = {
     "clip_high_step": 0.05,
     "positive_share": 0.4,
 }
+_ROUNDING = 1e-9
+"""How far sums of steps may be from a bound that they reach."""
 
 
 def bapo_bounds(outputs: Outputs, inputs: Inputs, settings: Settings) -> PreparedStep:
@@ -153,7 +155,7 @@ def _bapo_range(settings: Settings, key: str) -> list[float]:
     start, end = number(settings, key), number(settings, f"{key}_end")
     step = number(settings, f"{key}_step")
     # A step that reaches the end but for rounding reaches it.
-    count = math.floor(abs(end - start) / step + 1e-9)
+    count = math.floor(abs(end - start) / step + _ROUNDING)
     return [start + math.copysign(step, end - start) * i for i in range(count + 1)]
 
 
@@ -162,6 +164,14 @@ def _check_bapo(settings: Settings) -> None:
     for key in ("clip_low_step", "clip_high_step"):
         if number(settings, key) <= 0:
             raise ConfigError(f"loss setting {key} must be above 0, got {settings[key]!r}")
+    low, low_end = number(settings, "clip_low"), number(settings, "clip_low_end")
+    high, high_end = number(settings, "clip_high"), number(settings, "clip_high_end")
+    if low < low_end - _ROUNDING or high > high_end + _ROUNDING:
+        raise ConfigError(
+            "loss settings clip_low, clip_low_end, clip_high, clip_high_end: the lower bound rises "
+            "and the upper one too, so clip_low must be at least clip_low_end and clip_high at most "
+            f"clip_high_end, got {low:g}, {low_end:g}, {high:g}, {high_end:g}"
+        )
     if not 0 < number(settings, "positive_share") < 1:
         raise ConfigError(
             "loss setting positive_share must be between 0 and 1, got "

@@ -213,7 +213,7 @@ POLICY_PRESETS = (
             advantage={"name": "pass_at_k", "pass_k": 4, "success_reward": 1.0},
             loss={**_CLIPPED_HIGHER, **_TOKEN_MEAN},
         ),
-        needs=("at least k rollouts of an item, rewards that say right or wrong",),
+        needs=("more than k rollouts of an item, rewards that say right or wrong",),
     ),
     Preset(
         name="cispo",

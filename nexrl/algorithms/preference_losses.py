@@ -102,13 +102,16 @@ class PreferenceLoss:
         """[P] additive terms by name: `preference`, and `imitation` where there is cross entropy
         on chosen responses, per token and with its coefficient.
 
-        Raises InvariantError when an input is missing.
+        Raises InvariantError when an input is missing, or has another shape and would be broadcast.
         """
         resolved = self.resolve(settings)
         coefficient = 1.0 if self.imitates else resolved.get("sft_coefficient", 0.0)
         required = {*self.required, *(["chosen_lengths"] if coefficient else [])}
         if missing := sorted(required - set(inputs)):
             raise InvariantError(f"preference loss {self.name!r} needs the inputs {missing}")
+        shapes = {name: tuple(inputs[name].shape) for name in inputs if name != "z0"}
+        if len({*shapes.values()}) > 1:
+            raise InvariantError(f"preference loss {self.name!r}: inputs differ in shape: {shapes}")
         parts = {"preference": self.term(inputs, resolved)}
         if coefficient:
             parts["imitation"] = -coefficient * _mean_logprob(inputs, "chosen_", resolved)

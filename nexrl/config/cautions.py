@@ -13,7 +13,14 @@ from nexrl.algorithms.filters import CONSTANT_REWARD
 from nexrl.config.loader import LoadedConfig, StageConfig
 from nexrl.config.problems import located
 from nexrl.config.redact import redact_text
-from nexrl.config.rule import OFFLINE_WORKERS, is_group_relative, is_rl, needs_of_advantage
+from nexrl.config.rule import (
+    OFFLINE_WORKERS,
+    is_group_relative,
+    is_rl,
+    needs_of_advantage,
+    uses_advantage,
+    uses_critic,
+)
 from nexrl.config.schema import RunConfig
 
 KEY = "trainer.algorithm"
@@ -28,8 +35,20 @@ def run_cautions(loaded: LoadedConfig) -> list[str]:
 
 def stage_cautions(stage: StageConfig) -> list[str]:
     """The same of one stage, without its name."""
-    judges = (_of_algorithm, _of_batches)
-    return [located(text, stage.provenance) for judge in judges for text in judge(stage.config)]
+    found = (*_unread_advantage(stage), *_of_algorithm(stage.config), *_of_batches(stage.config))
+    return [located(text, stage.provenance) for text in found]
+
+
+def _unread_advantage(stage: StageConfig) -> Iterator[str]:
+    """An estimator is written for a loss that compares with a teacher alone."""
+    algorithm, key = stage.config.trainer.algorithm, f"{KEY}.advantage.name"
+    if not is_rl(stage.config) or uses_advantage(stage.config) or stage.provenance[key].implied:
+        return
+    yield (
+        f"{key} is {algorithm.advantage.name}, and {KEY}.loss {algorithm.loss.name} has no "
+        "advantage: rewards train nothing. To learn from a teacher and from rewards, use advantage "
+        "distill with task_coefficient"
+    )
 
 
 def _of_algorithm(config: RunConfig) -> Iterator[str]:
@@ -90,6 +109,12 @@ def _of_batches(config: RunConfig) -> Iterator[str]:
     if trainer.type == "custom" and worker.sampling.top_p < 1:
         yield (
             "rollout_worker.sampling.top_p is below 1: logprobs are those of the kept tokens only"
+        )
+    ahead = trainer.algorithm.critic.warmup_batches
+    if is_rl(config) and uses_critic(config) and ahead >= trainer.num_steps > 0:
+        yield (
+            f"{KEY}.critic.warmup_batches is {ahead}, and trainer.num_steps {trainer.num_steps}: the "
+            "critic is trained alone to the end, and the policy never changes"
         )
     steps = trainer.num_steps * trainer.num_optimizer_steps
     if trainer.optimizer.warmup_steps > steps > 0:

@@ -53,11 +53,16 @@ def worker_of(preset: Preset) -> str:
     return worker
 
 
+def uses_advantage(config: RunConfig) -> bool:
+    """Whether the loss has an advantage; one that compares with a teacher has none."""
+    loss = LOSSES.get(config.trainer.algorithm.loss.name)
+    return loss is None or "advantage" in (*loss.required, *loss.optional)
+
+
 def uses_reward(config: RunConfig) -> bool:
     """Whether rewards reach the gradient: a teacher alone needs none."""
     algorithm = config.trainer.algorithm
-    loss = LOSSES.get(algorithm.loss.name)
-    if loss is not None and "advantage" not in (*loss.required, *loss.optional):
+    if not uses_advantage(config):
         return False
     return algorithm.advantage.name != "distill" or algorithm.advantage.task_coefficient > 0
 

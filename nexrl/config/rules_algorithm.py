@@ -153,13 +153,6 @@ def correction(config: RunConfig) -> Iterator[str]:
                 f"{key}.preset {settings.preset} acts, and {key}.action is none; write "
                 "correction: none"
             )
-        for name in ("low", "high"):
-            bound = getattr(settings, name)
-            if settings.preset == "none" and bound is not None:
-                yield (
-                    f"{key}.{name} is used only with {key}.action truncate, mask or reject, got "
-                    f"{bound:g} with none"
-                )
         return
     chosen = settings.preset if settings.preset != "none" else settings.action
     if not algorithm.recompute_proximal:

@@ -13,9 +13,16 @@ from nexrl.algorithms.advantages import ADVANTAGES
 from nexrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from nexrl.algorithms.presets import PRESETS
 from nexrl.config.fields import find_field
-from nexrl.config.nodes import Origin, dotted, plain_leaves
+from nexrl.config.nodes import DEFAULT, Origin, dotted, plain_leaves
 from nexrl.config.problems import show
-from nexrl.config.rule import ADVANTAGE_SETTINGS, family_of, uses_critic
+from nexrl.config.rule import (
+    ADVANTAGE_SETTINGS,
+    family_of,
+    is_rl,
+    uses_advantage,
+    uses_critic,
+    uses_reward,
+)
 from nexrl.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -51,12 +58,41 @@ def unread_settings(stages: Sequence[StageConfig]) -> Iterator[str]:
                 continue
             if field is not None and value == field.default:
                 continue  # turned off again, as an override can
-            if reason := _why_unread(stage.config, key):
+            reason = _why_unread(stage.config, key)
+            if value and not reason:  # a penalty of 0 says what is so already
+                reason = _why_without_effect(stage, key)
+            if reason:
                 text = f"{stage.prefix}{key} is {show(value, key)}, and {reason} ({origin})"
                 refused.setdefault((key, origin), text)
             else:
                 read.add((key, origin))
     yield from (text for written, text in refused.items() if written not in read)
+
+
+_TURNED_ON_BY = {
+    "kl.estimator": ("kl.coefficient", "which is 0"),
+    "kl.placement": ("kl.coefficient", "which is 0"),
+    "entropy.rate": ("entropy.target", "which is null"),
+    "shaping.overlong_penalty": ("shaping.overlong_cache", "which is null"),
+    **dict.fromkeys(
+        ("correction.level", "correction.low", "correction.high"),
+        ("correction.action", "which is none"),
+    ),
+}
+"""Settings that do nothing while another one is off."""
+
+
+def _why_without_effect(stage: StageConfig, key: str) -> str:
+    """Why a setting that is read changes nothing; empty when it does, or when what turns it off is
+    written too, as an ablation does."""
+    switch, off = _TURNED_ON_BY.get(key.removeprefix(f"{KEY}."), ("", ""))
+    if not switch or not is_rl(stage.config):
+        return ""
+    section, name = switch.split(".")
+    value = getattr(getattr(stage.config.trainer.algorithm, section), name)
+    if value not in (0, None, "none") or stage.provenance[f"{KEY}.{switch}"] != DEFAULT:
+        return ""
+    return f"it is used only with {KEY}.{switch}, {off}"
 
 
 def _why_unread(config: RunConfig, key: str) -> str:
@@ -80,8 +116,13 @@ def _why_unread_by_rl(config: RunConfig, section: str, setting: str = "") -> str
     estimator = algorithm.advantage.name
     if section == "preference":
         return f"{KEY}: {algorithm.preset} does not read it: only losses on preferences do"
+    penalises = section == "shaping" and setting != "mask_truncated"
+    if penalises and not uses_advantage(config):
+        return f"{KEY}.loss {algorithm.loss.name} has no advantage, so no reward reaches it"
     if estimator not in ADVANTAGES:
         return ""
+    if penalises and not uses_reward(config):
+        return f"{KEY}.advantage {estimator} reads no reward with task_coefficient 0"
     if section == "critic" and not uses_critic(config):
         return f"it is used only with {KEY}.advantage gae, not with {estimator}"
     users = ADVANTAGE_SETTINGS.get(setting, ()) if section == "advantage" else ()

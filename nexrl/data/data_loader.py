@@ -48,7 +48,7 @@ class DataLoader:
         shuffle: bool = True,
         epochs: int | None = None,
     ) -> None:
-        """`sources` differ in name and must share no item id; `epochs` None never ends."""
+        """`sources` must differ in name and share no item id; `epochs` None never ends."""
         _check_distinct(sources)
         self._sources = tuple(sources)
         self._fingerprint = _fingerprint(sources)
@@ -290,6 +290,10 @@ def _fingerprint(sources: Sequence[Source]) -> str:
 
 
 def _check_distinct(sources: Sequence[Source]) -> None:
+    names = Counter(source.name for source in sources)
+    repeated = sorted(name for name, count in names.items() if count > 1)
+    if repeated:
+        raise ConfigError(f"two sources are named {repeated[0]!r}; give each a `name` of its own")
     owner: dict[str, str] = {}
     for source in sources if len(sources) > 1 else ():
         for item_id in source.item_ids:

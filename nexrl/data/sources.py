@@ -123,6 +123,8 @@ def open_sources(
     `prompt_length` counts the tokens of a row's rendered prompt and is needed exactly when
     `data.max_prompt_tokens` is set. The rest is as for `open_source` and `leave_out`.
     """
+    if not sources:
+        raise ConfigError(f"{section}.sources is empty; give at least one path or factory")
     if data.max_prompt_tokens is not None and prompt_length is None:
         raise ConfigError(
             f"data.max_prompt_tokens is {data.max_prompt_tokens}, but this kind of rollout worker "
@@ -200,6 +202,9 @@ def load_filter(data: DataConfig, *, recipe_dir: Path) -> Keep | None:
 
 
 def _rows_of(source: SourceConfig, *, recipe_dir: Path, key: str) -> Iterator[PlacedRow]:
+    if (source.path is None) == (source.factory is None):
+        given = "neither" if source.path is None else "both"
+        raise ConfigError(f"{key} needs exactly one of path and factory, got {given}")
     if source.path is not None:
         return read_rows(_find(source.path, recipe_dir=recipe_dir, key=f"{key}.path"))
     return _rows_of_factory(source, recipe_dir=recipe_dir, key=key)

@@ -23,6 +23,8 @@ TOKEN_VARIABLE = "NEXRL_SERVICE_TOKEN"  # noqa: S105 - the variable's name, not 
 _LOG_LINES_QUOTED = 50
 _DRAIN_DEADLINE_S = 1.0
 """Seconds in which the last output of a process that has ended must have arrived."""
+_DRAIN_BYTES = 65_536
+"""Read at once."""
 THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Threads of one service that spin at a barrier take the core that another service needs."""
 
@@ -55,15 +57,29 @@ class ChildProcess:
 
     async def start(self, command: Sequence[str], *, start_deadline_s: float) -> None:
         """Start and wait for the ready line; ServiceError with the log's end when it exits first."""
+        try:
+            process = await self._spawn(command)
+            async with asyncio.timeout(start_deadline_s):
+                self.port = await self._ready_port(process)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{self.name} was not ready within {start_deadline_s:g} s; {self._log_end()}"
+            ) from error
+        finally:
+            if not self.port:
+                await self.aclose()
+        self._drain = asyncio.create_task(self._drain_output(), name=f"drain {self.name}")
+
+    async def _spawn(self, command: Sequence[str]) -> asyncio.subprocess.Process:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         # Pipes of our own: asyncio's `wait` also waits for its pipes to close, and what the child has
         # started may outlive it and hold them open.
         stdin, self._input = os.pipe()
         output, stdout = os.pipe()
-        self._output_transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(self._output), os.fdopen(output, "rb")
-        )
         try:
+            self._output_transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(self._output), os.fdopen(output, "rb")
+            )
             with self.log.open("ab") as log_file:
                 self._process = await asyncio.create_subprocess_exec(
                     *command,
@@ -83,17 +99,7 @@ class ChildProcess:
         finally:
             os.close(stdin)
             os.close(stdout)
-        try:
-            async with asyncio.timeout(start_deadline_s):
-                self.port = await self._ready_port(self._process)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"{self.name} was not ready within {start_deadline_s:g} s; {self._log_end()}"
-            ) from error
-        finally:
-            if not self.port:
-                await self.aclose()
-        self._drain = asyncio.create_task(self._drain_output(), name=f"drain {self.name}")
+        return self._process
 
     async def _ready_port(self, process: asyncio.subprocess.Process) -> int:
         reading = asyncio.create_task(self._read_port())
@@ -123,12 +129,14 @@ class ChildProcess:
         return 0
 
     async def _drain_output(self) -> None:
-        async for line in self._output:
-            self._append_log(line)
+        # Not by lines: one beyond the reader's limit would end this, and the child, whose pipe is full
+        # then, would hang in `print`.
+        while output := await self._output.read(_DRAIN_BYTES):
+            self._append_log(output)
 
-    def _append_log(self, line: bytes) -> None:
+    def _append_log(self, output: bytes) -> None:
         with self.log.open("ab") as log_file:
-            log_file.write(line)
+            log_file.write(output)
 
     def _log_end(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES_QUOTED:]
@@ -147,19 +155,22 @@ class ChildProcess:
             )
 
     async def aclose(self) -> None:
-        """Ask to stop, wait, kill; idempotent."""
+        """Ask to stop, wait, kill; idempotent. Raises what kept output from the log."""
         self._closing = True
         if self._process is not None:
             await self._end(self._process)
         if self._drain is not None:
             # What the child has started may live on and hold its output open.
             await asyncio.wait([self._drain], timeout=_DRAIN_DEADLINE_S)
-            self._drain.cancel()
-            self._drain = None
         if self._output_transport is not None:
             self._output_transport.close()
+            self._output_transport = None
+        if self._input >= 0:
             os.close(self._input)
-            self._output_transport, self._input = None, -1
+            self._input = -1
+        drain, self._drain = self._drain, None
+        if drain is not None and not drain.cancel() and not drain.cancelled():
+            drain.result()
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:

@@ -92,7 +92,11 @@ async def local_services(
 
 
 async def _close_all(children: Sequence[ChildProcess]) -> None:
-    await asyncio.gather(*(child.aclose() for child in children))
+    """Each whatever becomes of the others."""
+    endings = [asyncio.ensure_future(child.aclose()) for child in children]
+    await asyncio.gather(*endings, return_exceptions=True)
+    for ending in endings:
+        ending.result()
 
 
 async def _start_train(config: RunConfig, child: ChildProcess) -> TrainService:

@@ -42,11 +42,11 @@ class RecordKeeper:
 
     async def room(self) -> None:
         """Return when the writer's queue is below its bound."""
-        await self._wait(TrajectoryStore.room)
+        await self._wait(lambda store: store.room())
 
     async def flush(self) -> None:
         """Return once everything handed over is committed."""
-        await self._wait(TrajectoryStore.flush)
+        await self._wait(lambda store: store.flush())
 
     def keep(self, record: RolloutRecord, group: OpenGroup) -> StoredRollout | None:
         """Hand a record to the writer."""

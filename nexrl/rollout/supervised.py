@@ -31,18 +31,20 @@ class ImitationWorker(RolloutWorker):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._rows: BoundedCache[TokenRow] = BoundedCache(_NUM_CACHED_ROWS)
+        self._rows: BoundedCache[tuple[str, TokenRow]] = BoundedCache(_NUM_CACHED_ROWS)
+        """Text of the prompt, and the row."""
 
     def imitation(self, data_item: Mapping[str, Any], text: str) -> Trajectory:
         """The item's prompt followed by a response."""
-        prompt = self.prompts.of_row(data_item)
 
-        def make_row() -> TokenRow:
+        def make_row() -> tuple[str, TokenRow]:
+            prompt = self.prompts.of_row(data_item)
             answer = self.renderer.encode(text, add_special_tokens=False)
-            return self._row(prompt.token_ids, answer)
+            return prompt.text, self._row(prompt.token_ids, answer)
 
-        row = self._rows.get(f"{self.prompts.source_of(data_item)!r}\x1f{text}", make_row)
-        return Trajectory(prompt=prompt.text, response=text, rows=(row,))
+        key = f"{self.prompts.source_of(data_item)!r}\x1f{text}"
+        prompt, row = self._rows.get(key, make_row)
+        return Trajectory(prompt=prompt, response=text, rows=(row,))
 
     def imitation_of(self, data_item: Mapping[str, Any], column: str, setting: str) -> Trajectory:
         """The item's prompt followed by the text of a column; DataError when there is none."""
@@ -84,12 +86,9 @@ class SupervisedWorker(ImitationWorker):
         answer = data_item.get(self.context.data.answer_key)
         if answer is None and not isinstance(source, str):
             messages: Messages = source
-            row = self._rows.get(repr(messages), lambda: self._row_of_messages(messages))
-            return Trajectory(
-                prompt=self.prompts.build(messages[:-1]).text,
-                response=str(messages[-1].get("content")),
-                rows=(row,),
-            )
+            prompt, row = self._rows.get(repr(messages), lambda: self._row_of_messages(messages))
+            response = str(messages[-1].get("content"))
+            return Trajectory(prompt=prompt, response=response, rows=(row,))
         return self.imitation(data_item, self._answer_text(data_item, answer))
 
     def _answer_text(self, data_item: Mapping[str, Any], answer: Any) -> str:
@@ -103,13 +102,14 @@ class SupervisedWorker(ImitationWorker):
             f"messages that end with an assistant message, got {found_in(data_item, key)}"
         )
 
-    def _row_of_messages(self, messages: Messages) -> TokenRow:
+    def _row_of_messages(self, messages: Messages) -> tuple[str, TokenRow]:
         if messages[-1].get("role") != "assistant" or len(messages) < 2:
             raise DataError(
                 "supervised messages must end with an assistant message after at least one other, "
                 f"got roles {[m.get('role') for m in messages]}"
             )
-        prompt = self.prompts.build(messages[:-1]).token_ids
+        built = self.prompts.build(messages[:-1])
+        prompt = built.token_ids
         whole = self.renderer.render(messages, add_generation_prompt=False)
         same = whole[: len(prompt)] == prompt if len(whole) > len(prompt) else np.zeros(1, bool)
         if not same.all():
@@ -118,7 +118,7 @@ class SupervisedWorker(ImitationWorker):
                 f"last assistant message differs from the prompt at token {int(np.argmin(same))} of "
                 f"{len(prompt)}, so the answer's tokens cannot be told from the prompt's"
             )
-        return self._row(prompt, whole[len(prompt) :])
+        return built.text, self._row(prompt, whole[len(prompt) :])
 
 
 def row_of(prompt: IntArray, answer: IntArray) -> TokenRow:

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from nexrl.algorithms.groups import IndexArray
 from nexrl.algorithms.metrics import length_metrics
-from nexrl.algorithms.preference_losses import PreferenceLoss, find_preference_loss
+from nexrl.algorithms.preference_losses import (
+    PREFERENCE_LOSSES,
+    PreferenceLoss,
+    find_preference_loss,
+)
 from nexrl.algorithms.preference_metrics import preference_metrics
 from nexrl.config.schema import PreferenceConfig
 from nexrl.errors import ConfigError
@@ -41,9 +45,18 @@ class OfflineTrainer(BatchedTrainer):
     never split over optimizer steps, so any split of rows into chunks gives the same gradient.
     """
 
+    scores: ClassVar[bool]
+    """Whether the losses that it trains compare scores of a value head instead of logprobs."""
+
     def __init__(self, context: TrainerContext) -> None:
         super().__init__(context)
         self.loss = find_preference_loss(self.config.algorithm.loss.name)
+        if self.loss.needs_scores != self.scores:
+            accepted = [x.name for x in PREFERENCE_LOSSES.values() if x.needs_scores == self.scores]
+            raise ConfigError(
+                f"trainer.algorithm.loss.name: {type(self).__name__} does not train "
+                f"{self.loss.name!r} (accepted: {', '.join(accepted)})"
+            )
         self.settings = _settings(self.loss, self.config.algorithm.preference)
         self._output = "values" if self.loss.needs_scores else "logprobs"
         self._live = "scores" if self.loss.needs_scores else "logprobs"

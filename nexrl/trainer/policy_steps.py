@@ -25,7 +25,7 @@ from nexrl.algorithms.losses import find_loss
 from nexrl.algorithms.metrics import MetricSums, add_ratio, add_reference_kl
 from nexrl.algorithms.segments import sum_of_products
 from nexrl.config.schema_algorithm import AlgorithmConfig, EntropyConfig
-from nexrl.errors import InvariantError
+from nexrl.errors import ConfigError, InvariantError
 from nexrl.trainer.batched_trainer import (
     BatchedTrainer,
     Outcome,
@@ -49,8 +49,8 @@ _CLIPS = ("clip_low", "clip_high", "dual_clip")
 class PolicyLoss:
     """A named loss, or a recipe's own, with the settings that configuration gives it.
 
-    Invariant: a setting that the named loss does not have is refused here, never dropped. What
-    else does not fit together, `config/rules_algorithm.py` has refused.
+    Invariant: a setting that the named loss does not have is refused here, never dropped: also for
+    a custom trainer, of which `config/rules_algorithm.py` does not know what it trains.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, recipe_dir: Path) -> None:
@@ -65,8 +65,23 @@ class PolicyLoss:
         self.definition: LossDefinition = (
             self.own.definition if self.own is not None else find_loss(config.name)
         )
+        self._check(algorithm)
+
+    def _check(self, algorithm: AlgorithmConfig) -> None:
+        loss, aggregation = self.definition, algorithm.loss.aggregation
         may_rise = 1.0 if algorithm.entropy.target is not None else 0.0
         self.settings(algorithm.entropy.coefficient or may_rise)
+        if loss.aggregation not in (None, aggregation):
+            raise ConfigError(
+                f"trainer.algorithm.loss.aggregation: {loss.name} is defined for "
+                f"{loss.aggregation!r} only, got {aggregation!r}"
+            )
+        action = algorithm.correction.action
+        if action != "none" and "correction" not in loss.optional:
+            raise ConfigError(
+                f"trainer.algorithm.correction.action: loss {loss.name!r} takes no correction, got "
+                f"{action!r} (accepted: none)"
+            )
 
     @property
     def uses_advantage(self) -> bool:

@@ -13,6 +13,7 @@ no gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class PreferenceTrainer(OfflineTrainer):
     Invariant: the reference is the policy as the stage began, also after a resume; z0 of an
     optimizer step comes from the weights that the step starts from.
     """
+
+    scores: ClassVar[bool] = False
 
     @property
     def further_policies(self) -> tuple[ModelSpec, ...]:

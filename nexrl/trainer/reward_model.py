@@ -6,6 +6,8 @@ publications are folders that `services/reward/model.py` uses as a reward.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from nexrl.errors import ConfigError
 from nexrl.trainer.offline_trainer import OfflineTrainer
 
@@ -15,6 +17,8 @@ class RewardModelTrainer(OfflineTrainer):
 
     Invariant: the policy has a value head, checked before the first batch.
     """
+
+    scores: ClassVar[bool] = True
 
     async def setup(self) -> None:
         """ConfigError when the train service hosts a language model under the policy's name."""

@@ -41,6 +41,12 @@ class Teacher:
         """What to host on the train service; None when the rows bring its logprobs, or none wants
         them."""
         self._top_k = config.top_k if candidates else 0
+        if candidates and (config.path is None or not config.top_k):
+            raise ConfigError(
+                "trainer.algorithm.loss.name: this loss compares the teacher's most likely tokens, "
+                "which needs trainer.algorithm.teacher.path and top_k >= 1, got path "
+                f"{config.path!r} and top_k {config.top_k}"
+            )
         if self.wanted and config.path is not None:
             path = str(_folder(config.path, recipe_dir))
             self.spec = ModelSpec(policy=TEACHER, path=path, trainable=False)

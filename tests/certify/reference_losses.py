@@ -143,22 +143,15 @@ def _regularisers(
 def prepared_reference(
     name: str, outputs: Arrays, inputs: Arrays, settings: Settings
 ) -> dict[str, Any]:
-    """What `prepare` shall find: settings and inputs by name; empty where it is drawn at random."""
+    """What `prepare` shall find: settings and inputs by name; a draw is numpy's own by the seed."""
     tokens = _tokens(outputs, inputs, outputs)
     if name == "bapo":
         low, high = policy.bapo_bounds(tokens, settings)
         return {"clip_low": low, "clip_high": high}
     if name == "kl_cov":
         return {"selected": policy.most_covariant(tokens, settings)}
+    if name == "clip_cov":
+        candidates, count = policy.drawable(tokens, settings)
+        drawn = np.random.default_rng(settings["seed"]).choice(candidates, count, replace=False)
+        return {"selected": [t in drawn for t in range(len(tokens))]}
     return {}
-
-
-def drawn_apart(
-    name: str, outputs: Arrays, inputs: Arrays, settings: Settings, found: Mapping[str, Any]
-) -> float:
-    """How far what `prepare` drew at random is from what may be drawn; 0 where nothing is."""
-    if name != "clip_cov":
-        return 0.0
-    candidates, count = policy.drawable(_tokens(outputs, inputs, outputs), settings)
-    chosen = [t for t, selected in enumerate(found["selected"]) if selected]
-    return float(len(set(chosen) - set(candidates)) + abs(len(chosen) - count))

@@ -135,7 +135,7 @@ def kl_cov(token: Token, s: Settings) -> Graded:
 
 def drawable(tokens: Sequence[Token], s: Settings) -> tuple[list[int], int]:
     """Clip-Cov: tokens whose covariance lies between the bounds and which ppo lets through, and how
-    many of them are drawn: a share of all tokens, as far as there are any.
+    many of them are drawn: a share of all tokens, at least one, as far as there are any.
     """
     products = _covariances(tokens)
     found = []
@@ -144,7 +144,8 @@ def drawable(tokens: Sequence[Token], s: Settings) -> tuple[list[int], int]:
         cut_off = slope == 0.0 and term != 0.0
         if s["covariance_low"] < products[t] < s["covariance_high"] and not cut_off:
             found.append(t)
-    return found, min(len(found), int(s["fraction"] * len(tokens)))
+    found.sort(key=lambda t: products[t])
+    return found, min(len(found), max(1, int(s["fraction"] * len(tokens))))
 
 
 def _covariances(tokens: Sequence[Token]) -> list[float]:

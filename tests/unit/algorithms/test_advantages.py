@@ -387,3 +387,10 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_arrays_of_unequal_length_are_refused_by_name() -> None:
     with pytest.raises(InvariantError, match="greedy_rewards has 3 entries, expected 2"):
         make_inputs([1.0, 0.0], ["a", "a"], greedy_rewards=np.zeros(3))
+
+
+def test_columns_in_place_of_flat_arrays_are_refused_by_name() -> None:
+    with pytest.raises(InvariantError, match=r"rewards has shape \(2, 1\), expected \(2,\)"):
+        AdvantageInputs(rewards=np.ones((2, 1)), groups=np.zeros(2, np.int64))
+    with pytest.raises(InvariantError, match=r"greedy_rewards has shape \(2, 1\), expected \(2,\)"):
+        make_inputs([1.0, 0.0], ["a", "a"], greedy_rewards=np.zeros((2, 1)))

@@ -11,6 +11,7 @@ import torch
 
 from nexrl.algorithms.loss_definition import PreparedStep, Settings
 from nexrl.algorithms.losses import LOSSES
+from nexrl.errors import ConfigError
 
 
 def given(
@@ -114,6 +115,29 @@ def test_clip_cov_selects_its_share_among_tokens_of_high_covariance() -> None:
     assert ((chosen > 1) & (chosen < 5)).all()
 
 
+def test_clip_cov_selects_at_least_one_token_of_a_small_step() -> None:
+    """As its authors' code: 2e-4 of a thousand tokens are none, and the loss would be plain ppo."""
+    assert prepared("clip_cov", *covariant()).inputs["selected"].sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("clip_cov", {"fraction": 0.0}),
+        ("clip_cov", {"fraction": 2}),
+        ("clip_cov", {"covariance_low": 5.0}),
+        ("clip_cov", {"seed": 1.5}),
+        ("kl_cov", {"fraction": True}),
+        ("kl_cov", {"penalty": -1.0}),
+    ],
+)
+def test_settings_that_would_select_nothing_or_reward_distance_are_refused(
+    name: str, config: Settings
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(config))):
+        LOSSES[name].resolve(config)
+
+
 def test_clip_cov_depends_on_its_seed_and_on_nothing_else() -> None:
     outputs, inputs = covariant()
     first, again, other = (
@@ -121,6 +145,15 @@ def test_clip_cov_depends_on_its_seed_and_on_nothing_else() -> None:
         for seed in (1, 1, 2)
     )
     assert first == again != other
+
+
+def test_clip_cov_draws_the_same_tokens_in_any_order_of_rows() -> None:
+    outputs, inputs = covariant()
+    order = np.random.default_rng(1).permutation(1000)
+    selected = prepared("clip_cov", outputs, inputs, fraction=0.01).inputs["selected"]
+    shuffled = ({k: v[order] for k, v in arrays.items()} for arrays in (outputs, inputs))
+    again = prepared("clip_cov", *shuffled, fraction=0.01).inputs["selected"]
+    assert again.tolist() == selected[order].tolist()
 
 
 def test_clip_cov_takes_no_token_that_ppo_clips_already() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from nexrl.algorithms.loss_definition import LossDefinition, Settings
 from nexrl.algorithms.losses import LOSSES, find_loss
-from nexrl.errors import ConfigError
+from nexrl.errors import ConfigError, InvariantError
 from nexrl.testing.loss_inputs import LossCase, make_loss_case
 
 NAMES = sorted(LOSSES)
@@ -211,6 +211,30 @@ def test_a_setting_out_of_range_is_refused_by_name(name: str, config: Settings) 
     case = make_loss_case(name, rows=(2,))
     with pytest.raises(ConfigError, match=next(iter(config))):
         case.loss.term(case.outputs, case.inputs, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"advantage": np.ones((3, 1))}, "arrays differ in shape"),
+        ({"advantage": np.ones(1)}, "arrays differ in shape"),
+        ({"proximal_logprobs": None}, r"needs the inputs \['proximal_logprobs'\]"),
+    ],
+)
+def test_what_numpy_would_broadcast_is_refused(change: Mapping[str, Any], words: str) -> None:
+    """A column [n, 1] would make [n, n] terms, and a loss of another size without a word."""
+    inputs = {"advantage": np.ones(3), "proximal_logprobs": np.zeros(3), **change}
+    given = {name: array for name, array in inputs.items() if array is not None}
+    with pytest.raises(InvariantError, match=words):
+        LOSSES["ppo"].term({"logprobs": np.zeros(3)}, given, {})
+    with pytest.raises(InvariantError, match=r"needs the outputs \['entropy'\]"):
+        LOSSES["ppo"].term({"logprobs": np.zeros(3)}, given, {"entropy_coefficient": 0.1})
+
+
+def test_a_row_loss_without_rows_says_so() -> None:
+    inputs = {"advantage": np.ones(3), "proximal_logprobs": np.zeros(3)}
+    with pytest.raises(InvariantError, match=r"needs the inputs \['row'\]"):
+        LOSSES["gspo"].term({"logprobs": np.zeros(3)}, inputs, {})
 
 
 def test_outputs_are_asked_for_only_when_they_are_used() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from nexrl.algorithms.loss_definition import Settings
 from nexrl.algorithms.losses import LOSSES
+from nexrl.errors import ConfigError
 
 
 def given(ratios: list[float], advantages: list[float], prob: float = 0.1) -> tuple[Any, Any]:
@@ -168,6 +169,12 @@ def test_bapo_moves_the_lower_bound_when_the_upper_one_has_reached_its_end() -> 
 def test_bapo_ends_at_its_first_bounds_when_there_is_nothing_to_balance() -> None:
     assert bounds([3.0, 3.0], [-1.0, -1.0]) == pytest.approx((0.4, 0.2))
     assert bounds([], []) == pytest.approx((0.4, 0.2))
+
+
+@pytest.mark.parametrize("config", [{"clip_low": 0.05}, {"clip_high": 2.5}])
+def test_bapo_refuses_bounds_that_begin_beyond_their_end(config: Settings) -> None:
+    with pytest.raises(ConfigError, match="clip_low must be at least clip_low_end"):
+        LOSSES["bapo"].resolve(config)
 
 
 def test_bapo_counts_what_the_loss_counts() -> None:

@@ -195,3 +195,9 @@ def test_labelled_accuracy_is_over_all_combinations() -> None:
     metrics = preference_metrics(PREFERENCE_LOSSES["kto"], inputs, {})
     assert "accuracy" not in metrics
     assert "reward_chosen" in metrics
+
+
+def test_lengths_in_a_column_are_refused_instead_of_broadcast() -> None:
+    inputs = {name: np.ones(2) for name in PREFERENCE_LOSSES["simpo"].required}
+    with pytest.raises(InvariantError, match="inputs differ in shape"):
+        PREFERENCE_LOSSES["simpo"].loss({**inputs, "chosen_lengths": np.ones((2, 1))}, {})

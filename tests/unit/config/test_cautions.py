@@ -51,3 +51,22 @@ def test_a_launch_prints_cautions_before_it_begins_and_keeps_them_in_its_log(
     assert err.startswith(f"warning: {WARM_UP} (command line)\n")
     [log] = runs.glob("demo/*/logs/controller.log")
     assert f"WARNING nexrl.launch.run {WARM_UP} (command line)\n" in log.read_text()
+
+
+def test_a_critic_that_warms_up_to_the_end_is_warned_of(make_recipe: MakeRecipe) -> None:
+    """vapo's 50 batches are longer than many a first run, and its policy would never change."""
+    settings = ["trainer.algorithm=vapo", "rollout_worker.sampling.max_tokens=4000"]
+    recipe = make_recipe()
+    [text] = run_cautions(load_run_config(recipe, [*settings, "trainer.num_steps=50"]))
+    assert text.startswith(
+        "trainer.algorithm.critic.warmup_batches is 50, and trainer.num_steps 50"
+    )
+    assert run_cautions(load_run_config(recipe, [*settings, "trainer.num_steps=51"])) == []
+
+
+def test_an_advantage_beside_a_loss_without_one_is_warned_of(make_recipe: MakeRecipe) -> None:
+    settings = ["trainer.algorithm.loss=reverse_kl", "trainer.algorithm.teacher.path=t"]
+    assert run_cautions(load_run_config(make_recipe(), settings)) == []
+    written = [*settings, "trainer.algorithm.advantage=rloo"]
+    [text] = run_cautions(load_run_config(make_recipe(), written))
+    assert "advantage.name is rloo, and trainer.algorithm.loss reverse_kl has no advantage" in text

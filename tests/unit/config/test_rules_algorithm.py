@@ -91,8 +91,8 @@ REFUSED = [
     ([f"{A}.correction.action=mask"], "needs trainer.algorithm.correction.low or"),
     (
         [f"{A}.correction.high=2"],
-        "correction.high is used only with trainer.algorithm.correction.action truncate, mask or "
-        "reject, got 2 with none",
+        "correction.high is 2.0, and it is used only with trainer.algorithm.correction.action, "
+        "which is none",
     ),
     (
         [f"{A}.correction=mis", f"{A}.correction.action=none"],

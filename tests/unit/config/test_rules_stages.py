@@ -32,6 +32,14 @@ def refused(recipe: Path, *overrides: str) -> str:
         ("grpo", "preference.beta=1", "grpo does not read it: only losses on preferences do"),
         ("grpo", "critic.lr=1", f"used only with {A}.advantage gae, not with grpo"),
         ("rloo", "advantage.std=none", f"{A}.advantage rloo does not read it (read by grpo, gigpo"),
+        ("rloo", "kl.estimator=k2", f"used only with {A}.kl.coefficient, which is 0"),
+        ("rloo", "kl.placement=reward", f"used only with {A}.kl.coefficient, which is 0"),
+        ("rloo", "entropy.rate=0.1", f"used only with {A}.entropy.target, which is null"),
+        (
+            "rloo",
+            "shaping.overlong_penalty=2",
+            f"only with {A}.shaping.overlong_cache, which is nu",
+        ),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused_with_what_is_read(
@@ -47,6 +55,22 @@ def test_a_setting_turned_off_again_is_accepted(make_recipe: MakeRecipe) -> None
     recipe = make_recipe("trainer: {algorithm: {preset: grpo, advantage: {std: none}}}\n")
     assert "std" in refused(recipe, f"{A}=rloo")
     load_run_config(recipe, [f"{A}=rloo", f"{A}.advantage.std=sample"])
+
+
+def test_an_ablation_may_turn_off_what_other_settings_belong_to(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe("trainer: {algorithm: {kl: {coefficient: 0.1, estimator: k2}}}\n")
+    load_run_config(recipe, [f"{A}=rloo", f"{A}.kl.coefficient=0"])
+    load_run_config(make_recipe(), [f"{A}=decoupled_ppo", f"{A}.correction.action=none"])
+    load_run_config(make_recipe(), [f"{A}=rloo", f"{A}.shaping.overlong_penalty=0"])
+
+
+def test_a_penalty_that_reaches_no_gradient_is_refused(make_recipe: MakeRecipe) -> None:
+    taught = ("trainer.algorithm.teacher.path=t", f"{A}.shaping.length_penalty=0.1")
+    text = refused(make_recipe(), f"{A}=distill", *taught)
+    assert "advantage distill reads no reward with task_coefficient 0" in text
+    text = refused(make_recipe(), f"{A}.loss=reverse_kl", *taught)
+    assert f"{A}.loss reverse_kl has no advantage, so no reward reaches it" in text
+    load_run_config(make_recipe(), [f"{A}=distill", f"{A}.advantage.task_coefficient=1", *taught])
 
 
 TWO_STAGES = """

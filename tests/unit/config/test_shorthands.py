@@ -104,7 +104,7 @@ def test_words_may_come_from_the_environment_or_from_another_key(
         trainer: {algorithm: "${oc.env:NEXRL_TEST_ALGORITHM}"}
         """
     )
-    assert algorithm_of(recipe, "trainer.algorithm.entropy.rate=0.5").loss.name == "gspo"
+    assert algorithm_of(recipe, "trainer.algorithm.entropy.coefficient=0.5").loss.name == "gspo"
     other = algorithm_of(recipe, "trainer.algorithm.advantage=${experiment_name}")
     assert other.advantage.name == "rloo"
 

@@ -259,7 +259,17 @@ def test_length_limit_without_a_way_to_measure_is_refused(tmp_path: Path) -> Non
         DataLoader.open(config, recipe_dir=tmp_path, seed=0)
 
 
-def test_sources_need_distinct_ids() -> None:
+def test_no_source_is_refused(tmp_path: Path) -> None:
+    """Also of a loader that is opened from Python, where no rule of the configuration is asked."""
+    with pytest.raises(ConfigError, match=r"data\.sources is empty"):
+        DataLoader.open(DataConfig(), recipe_dir=tmp_path, seed=0)
+    with pytest.raises(ConfigError, match=r"validate\.sources is empty"):
+        create_validation_draws([], data=DataConfig(), recipe_dir=tmp_path)
+
+
+def test_sources_need_distinct_names_and_ids() -> None:
+    with pytest.raises(ConfigError, match="two sources are named 's'"):
+        make_loader(sources=[make_source(), make_source(item_ids=[f"{i}" for i in range(10)])])
     shared = [make_source(name, 1, item_ids=["x"]) for name in ("a", "b")]
     with pytest.raises(ConfigError, match="sources 'a' and 'b' both have an item 'x'"):
         make_loader(sources=shared)

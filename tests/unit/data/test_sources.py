@@ -238,6 +238,12 @@ def test_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
         open_path(tmp_path)
 
 
+@pytest.mark.parametrize("given", [{}, {"path": "a.jsonl", "factory": "a.py:b"}])
+def test_source_has_exactly_one_origin(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.sources\.0 needs exactly one"):
+        open_source(SourceConfig(**given), data=DataConfig(), recipe_dir=Path("."))
+
+
 def test_fingerprint_tells_any_change_of_content_order_or_name(tmp_path: Path) -> None:
     texts = ["abc", "acb", "ab", "abd"]
     prints = set()

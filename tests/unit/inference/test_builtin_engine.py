@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nexrl.errors import ConfigError, ContextOverflowError, DeadlineError, ServiceError
-from nexrl.services.inference.engines.builtin.request import TokenEvent
+from nexrl.services.inference.engines.builtin.request import EndEvent, TokenEvent
 from nexrl.services.inference.engines.builtin.service import BuiltinInference
 from nexrl.services.inference.messages import Call
 from nexrl.testing.contracts.inference import V0, V1, publish_model
@@ -256,6 +256,21 @@ async def test_an_abort_returns_the_tokens_so_far(make_engine: MakeEngine) -> No
     assert np.array_equal(aborted.token_ids, whole.token_ids[:num_drawn])
 
 
+async def test_an_abort_ends_a_request_some_of_whose_choices_had_no_slot_yet(
+    make_engine: MakeEngine,
+) -> None:
+    inference = make_engine(max_batch=2)
+    call = replace(GREEDY_CALL, seeds=(0, 1, 2))
+    request = inference.new_request(call, streamed=True)
+    inference.submit([request])
+    await request.inbox.get()
+    await inference.pause("abort")
+    ran, _, waited = inference.completions(request)
+    assert [c.finish_reason for c in (ran, waited)] == ["abort", "abort"]
+    assert ran.versions[0].end == len(ran.token_ids) > 0
+    assert (len(waited.token_ids), waited.versions) == (0, ())
+
+
 async def test_an_abort_leaves_requests_that_have_not_started_waiting(
     make_engine: MakeEngine,
 ) -> None:
@@ -402,6 +417,27 @@ async def test_closing_fails_what_runs_and_refuses_what_comes(make_engine: MakeE
         await call
     with pytest.raises(ServiceError, match="closed"):
         await inference.generate(make_prompt(0), sampling=GREEDY)
+
+
+async def test_a_request_that_comes_while_the_engine_closes_is_told(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inference = make_engine()
+    await inference.generate(make_prompt(0), sampling=replace(GREEDY, max_tokens=1))
+    await inference.pause("keep")
+    request, executor = inference.new_request(GREEDY_CALL), inference.engine._thread
+    shut_down = executor.shutdown
+
+    def shut_down_after_a_request() -> None:
+        inference.engine.submit([request])
+        shut_down()
+
+    monkeypatch.setattr(executor, "shutdown", shut_down_after_a_request)
+    await inference.aclose()
+    monkeypatch.undo()
+    event = await asyncio.wait_for(request.inbox.get(), 10)
+    assert isinstance(event, EndEvent)
+    assert "closed" in str(event.error)
 
 
 @pytest.mark.parametrize(

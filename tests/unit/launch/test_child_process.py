@@ -14,6 +14,7 @@ import pytest
 
 from nexrl.errors import DeadlineError, ServiceError
 from nexrl.launch.process import ChildProcess, describe_exit
+from nexrl.launch.services import _close_all
 
 SERVER = textwrap.dedent(
     """
@@ -90,6 +91,57 @@ async def test_a_grandchild_does_not_hide_that_the_child_never_got_ready(tmp_pat
     child = make_child(tmp_path)
     with pytest.raises(ServiceError, match=r"exit code 3"):
         await start(child, f"{LEAVES_A_GRANDCHILD}\nimport sys; sys.exit(3)", deadline_s=20)
+
+
+READY = """
+import json, sys
+print(json.dumps({"ready": True, "port": 1}), flush=True)
+"""
+"""What a service says of itself, without the service."""
+
+
+async def test_a_line_longer_than_any_buffer_does_not_stop_the_child(tmp_path: Path) -> None:
+    """Else its pipe fills up and it hangs in `print`, in the middle of a run."""
+    child = make_child(tmp_path)
+    await start(child, f"{READY}\nprint('x' * 1_000_000, flush=True); sys.exit(7)")
+    with pytest.raises(ServiceError, match=r"exit code 7"):
+        async with asyncio.timeout(20):
+            await child.supervise()
+    await child.aclose()
+    assert child.log.stat().st_size == 1_000_001
+
+
+async def test_closing_says_that_output_could_not_be_kept(tmp_path: Path) -> None:
+    child = make_child(tmp_path)
+    last_words = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('bye')))"
+    await start(child, f"import sys; {last_words}\n{READY}\nsys.stdin.read()")
+    child.log = tmp_path  # a folder cannot be written, as a file on a full disk
+    with pytest.raises(IsADirectoryError):
+        await child.aclose()
+    await child.aclose()
+
+
+async def test_one_that_fails_to_close_does_not_keep_the_other_running(tmp_path: Path) -> None:
+    class FailsToClose(ChildProcess):
+        async def aclose(self) -> None:
+            raise OSError("no space left")
+
+    child = make_child(tmp_path)
+    await start(child, f"{READY}\nsys.stdin.read()")
+    assert child.pid is not None
+    failing = FailsToClose("failing", log=tmp_path / "failing.log", shutdown_deadline_s=5.0)
+    with pytest.raises(OSError, match="no space left"):
+        await _close_all([failing, child])
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)
+
+
+async def test_a_command_that_cannot_be_started_leaves_no_pipe_open(tmp_path: Path) -> None:
+    before = os.listdir("/dev/fd")
+    with pytest.raises(FileNotFoundError):
+        await make_child(tmp_path).start([str(tmp_path / "absent")], start_deadline_s=5)
+    await asyncio.sleep(0)
+    assert os.listdir("/dev/fd") == before
 
 
 async def test_fifty_lines_of_a_long_log_are_quoted(tmp_path: Path) -> None:

@@ -95,6 +95,16 @@ async def test_a_stage_that_reached_its_goal_before_training_still_ends_in_a_che
     assert manifest.stage_done
 
 
+async def test_a_goal_of_zero_is_reached_where_nothing_is_scored(tmp_path: Path) -> None:
+    """Such a validation has no accuracy to name."""
+    config = make_config(tmp_path, stop_at_accuracy=0.0, validate={"at_start": True})
+    unscored = config.rollout_worker.model_copy(update={"reward": None})
+    result = StageResult(name="one")
+    await run_stages(tmp_path, (config.model_copy(update={"rollout_worker": unscored}), result))
+    assert "validation/accuracy" not in result.validations[0]
+    assert result.stopped_early == "validation/accuracy 0.000 reached trainer.stop_at_accuracy"
+
+
 @pytest.mark.parametrize("every_versions", [0, 1])
 async def test_a_goal_reached_with_the_last_batch_ends_nothing_early(
     tmp_path: Path, every_versions: int

@@ -229,6 +229,21 @@ async def test_a_store_that_fails_stops_the_run_or_is_left_out(path: Path, on_er
     await store.aclose()
 
 
+class NeverCommits(TrajectoryStore):
+    """A store of somebody's own that fails in `flush`."""
+
+    async def flush(self) -> None:
+        raise StoreError("the bucket is gone")
+
+
+async def test_the_pool_asks_the_store_that_it_was_given(path: Path) -> None:
+    store = NeverCommits(path)
+    with pytest.raises(StoreError, match="the bucket is gone"):
+        await make_pool(store=store).flush()
+    with pytest.raises(StoreError, match="the bucket is gone"):
+        await store.aclose()
+
+
 # --- schema and damage ------------------------------------------------------------------------
 
 

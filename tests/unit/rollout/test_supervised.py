@@ -83,6 +83,23 @@ async def test_an_item_drawn_again_is_not_tokenised_again(make_context: Any) -> 
     assert supervised.renderer.num_calls == calls  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    "item", [{"prompt": "2+2=", "answer": "4"}, {"messages": MESSAGES}], ids=["text", "messages"]
+)
+async def test_nor_is_it_when_thousands_of_others_were_drawn_between(
+    make_context: Any, item: dict[str, Any]
+) -> None:
+    """More than there are prompts remembered, and fewer than rows."""
+    supervised = worker(make_context)
+    first = await supervised.step(item)
+    for number in range(5000):
+        await supervised.step({"prompt": f"{number}", "answer": "4"})
+    calls = supervised.renderer.num_calls  # type: ignore[attr-defined]
+    again = await supervised.step(item)
+    assert (again.prompt, again.rows[0] is first.rows[0]) == (first.prompt, True)
+    assert supervised.renderer.num_calls == calls  # type: ignore[attr-defined]
+
+
 async def test_a_template_that_does_not_continue_its_prompt_is_refused(make_context: Any) -> None:
     """FR-001, FR-007: no silently wrong mask; the first differing index is named."""
     supervised = SupervisedWorker(make_context(inference=None, renderer=StripsThinking()))

@@ -428,6 +428,12 @@ async def test_the_distill_advantage_reads_the_teachers_column_of_rows() -> None
     [
         ({"loss": {"name": "nonsense"}}, "no loss is named 'nonsense'"),
         ({"loss": {"name": "reinforce", "clip_low": 0.1}}, "has no setting"),
+        ({"loss": {"name": "gspo", "aggregation": "token_mean"}}, "is defined for"),
+        (
+            {"loss": {"name": "cross_entropy"}, "correction": {"action": "mask", "high": 2.0}},
+            r"correction\.action: loss 'cross_entropy' takes no correction, got 'mask'",
+        ),
+        ({"loss": {"name": "forward_kl_top_k"}}, "teacher.path"),
         ({"advantage": {"name": "nonsense"}}, "no advantage estimator"),
         ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "k1"),
     ],

@@ -244,6 +244,22 @@ async def test_rows_are_trained_at_temperature_one_whatever_drew_them() -> None:
     assert_same_weights(drawn, plain)
 
 
+@pytest.mark.parametrize(
+    ("kind", "loss", "accepted"),
+    [(PreferenceTrainer, "reward_model", "dpo, ipo"), (RewardModelTrainer, "dpo", "reward_model")],
+)
+async def test_a_loss_that_does_not_fit_the_trainer_is_refused(
+    kind: type[OfflineTrainer], loss: str, accepted: str
+) -> None:
+    """No rule of the configuration does it for a custom trainer."""
+    config = TrainerConfig.model_validate({"algorithm": {"loss": {"name": loss}}})
+    context = TrainerContext(
+        train_service=ToyTrainService(), config=config, tracker=RecordingTracker()
+    )
+    with pytest.raises(ConfigError, match=f"loss.name: {kind.__name__} .*accepted: {accepted}"):
+        kind(context)
+
+
 async def test_a_setting_that_the_loss_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"label_smoothing is 0.1, and ipo has no such setting"):
         await make_trainer("ipo", preference={"label_smoothing": 0.1})

@@ -140,12 +140,11 @@ class Engine:
         return await asyncio.wrap_future(self._post(run))
 
     def close(self) -> None:
-        """Fail what is running, end the thread and wait for it; idempotent."""
-        with suppress(ServiceError):  # closed already
-            self._post(
-                lambda: self._fail_all("the inference engine was closed while the request ran")
-            )
+        """End the thread, wait for it and fail what it had not finished; idempotent."""
         self._thread.shutdown()
+        # Only now: what comes before the thread takes nothing any more would not be among it.
+        self._fail_all("the inference engine was closed while the request ran")
+        self._flush()
 
     def _post(self, work: Callable[[], T]) -> Future[T]:
         try:
@@ -173,13 +172,16 @@ class Engine:
         try:
             return work()
         finally:
-            if self._events:
-                events, self._events = self._events, []
-                self._deliver(events)
+            self._flush()
             if self._has_work() and not self._turn_is_due:
                 self._turn_is_due = True
                 with suppress(ServiceError):  # closed: what runs is about to fail
                     self._post_safely(self._turn)
+
+    def _flush(self) -> None:
+        events, self._events = self._events, []
+        if events:
+            self._deliver(events)
 
     def _has_work(self) -> bool:
         return not self.paused and bool(self._waiting or self._batch.size)

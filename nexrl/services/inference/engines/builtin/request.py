@@ -73,8 +73,9 @@ class Choice:
             self.marks.append((position, version))
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        """The marks as run-length spans over [0, T), without empty ones."""
-        ends = [start for start, _ in self.marks[1:]] + [len(self.token_ids)]
+        """The marks as run-length spans over [0, T), without empty ones; none for a choice that
+        never ran."""
+        ends = [*(start for start, _ in self.marks), len(self.token_ids)][1:]
         return tuple(
             VersionSpan(start=start, end=end, version=version)
             for (start, version), end in zip(self.marks, ends, strict=True)

@@ -92,10 +92,7 @@ class LossDefinition:
 
     def check_inputs(self, names: Iterable[str], config: Settings) -> None:
         """ConfigError when an input is missing, or is one that the loss does not know."""
-        present, settings = set(names), self.resolve(config)
-        required = set(self.required)
-        if settings.get("kl_coefficient"):
-            required.add("reference_logprobs")
+        present, required = set(names), self._needed(self.resolve(config))
         if missing := sorted(required - present):
             raise ConfigError(f"loss {self.name!r} needs the inputs {missing}")
         if unknown := sorted(present - required - set(self.optional)):
@@ -103,6 +100,11 @@ class LossDefinition:
             raise ConfigError(
                 f"loss {self.name!r} does not use the inputs {unknown} (accepted: {accepted})"
             )
+
+    def _needed(self, settings: Settings) -> set[str]:
+        """Inputs that the loss cannot do without."""
+        added = {"reference_logprobs"} if settings.get("kl_coefficient") else set()
+        return {*self.required, *added}
 
     def outputs(self, config: Settings) -> tuple[str, ...]:
         """Outputs of the model that `term` must be given."""
@@ -143,11 +145,9 @@ class LossDefinition:
         return total
 
     def _refuse_malformed(self, outputs: Outputs, inputs: Inputs, settings: Settings) -> None:
-        needed = {*self.required} - {"weight", "candidate_ids"}  # read by the service alone
+        needed = self._needed(settings) - {"weight", "candidate_ids"}  # read by the service alone
         if self.level == "row":
             needed.add("row")
-        if settings.get("kl_coefficient"):
-            needed.add("reference_logprobs")
         for kind, given, names in (
             ("outputs", outputs, self.outputs(settings)),
             ("inputs", inputs, needed),

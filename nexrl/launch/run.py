@@ -153,13 +153,14 @@ class _Run:
         sink = MetricSink(
             self._folder.metrics,
             clock=asyncio.get_running_loop().time,
-            loggers=self._loggers(),
+            loggers=await asyncio.to_thread(self._loggers),
             resumed_step=self._resumed_step,
         )
         try:
             await self._work(sink, code_version)
         finally:
-            sink.close()
+            # A tracker may upload for minutes; meanwhile a signal must be heard.
+            await asyncio.to_thread(sink.close)
 
     async def _guarded(self, work: Any) -> None:
         """Turn signals and errors into an outcome; a second signal ends the process at once."""
@@ -194,6 +195,7 @@ class _Run:
                     loop.remove_signal_handler(number)
 
     def _loggers(self) -> list[MetricLogger]:
+        """Blocking: a tracker is asked for a run."""
         loggers: list[MetricLogger] = []
         if "tensorboard" in self._config.logger:
             from nexrl.activity.loggers import TensorBoardLogger

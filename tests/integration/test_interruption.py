@@ -46,6 +46,25 @@ def make(folder, seed):
     shutil.copytree(Path(__file__).with_name("model"), folder, dirs_exist_ok=True)
 """
 
+ENDLESS_UPLOAD = """
+import threading
+
+run = None
+
+class Settings:
+    def __init__(self, **settings): pass
+
+class Run:
+    def define_metric(self, name, **settings): pass
+    def log(self, metrics): pass
+    def finish(self):
+        print("uploading now", flush=True)
+        threading.Event().wait()
+
+def init(**settings):
+    return Run()
+"""
+
 
 def start_up(recipe: Recipe) -> Running:
     recipe.code("factory.py", TELLING_MODEL)
@@ -95,6 +114,18 @@ def test_ctrl_c_in_any_phase_ends_the_run_with_a_summary(
     assert "interrupted: stopped by SIGINT" in done.out
     assert done.err == ""
     assert done.summary["status"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_wait_for_a_tracker_that_still_uploads(recipe: Recipe) -> None:
+    recipe.code("wandb.py", ENDLESS_UPLOAD)
+    recipe.write(logger=["wandb"], trainer={"num_steps": 1})
+    running = recipe.start()
+    running.read_until("uploading now")
+    running.process.send_signal(signal.SIGINT)
+    done = running.end()
+    assert done.code == 130, done.err
+    assert done.summary["steps"] == 1
 
 
 @pytest.mark.slow
